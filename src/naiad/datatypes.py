@@ -1,0 +1,111 @@
+"""The one table of data types: Triton's name, its number in the protocol, numpy's dtype, the element size.
+
+Also the packed form of BYTES tensors. Imported by the server and by hosts, so it needs numpy only.
+"""
+
+import enum
+import struct
+from collections.abc import Iterable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from naiad.errors import InvalidArgument
+
+Buffer = bytes | bytearray | memoryview
+
+
+class DataType(enum.Enum):
+    """A tensor element type; total over Triton's types.
+
+    `number` is the value in model_config.proto, `byte_size` the size of an element (0 for BYTES).
+    """
+
+    BOOL = (1, np.bool_, 1)
+    UINT8 = (2, np.uint8, 1)
+    UINT16 = (3, np.uint16, 2)
+    UINT32 = (4, np.uint32, 4)
+    UINT64 = (5, np.uint64, 8)
+    INT8 = (6, np.int8, 1)
+    INT16 = (7, np.int16, 2)
+    INT32 = (8, np.int32, 4)
+    INT64 = (9, np.int64, 8)
+    FP16 = (10, np.float16, 2)
+    FP32 = (11, np.float32, 4)
+    FP64 = (12, np.float64, 8)
+    BYTES = (13, np.object_, 0)
+    BF16 = (14, ml_dtypes.bfloat16, 2)
+
+    number: int
+    numpy: np.dtype[Any]
+    byte_size: int
+
+    def __init__(self, number: int, numpy: Any, byte_size: int) -> None:
+        self.number = number
+        self.numpy = np.dtype(numpy)
+        self.byte_size = byte_size
+
+    @property
+    def config_name(self) -> str:
+        """The name in config.pbtxt, for example TYPE_FP32; BYTES is TYPE_STRING."""
+        return "TYPE_STRING" if self is DataType.BYTES else f"TYPE_{self.name}"
+
+
+BY_NAME: dict[str, DataType] = {datatype.name: datatype for datatype in DataType}
+BY_NUMBER: dict[int, DataType] = {datatype.number: datatype for datatype in DataType}
+BY_CONFIG_NAME: dict[str, DataType] = {datatype.config_name: datatype for datatype in DataType}
+_BY_NUMPY: dict[np.dtype[Any], DataType] = {datatype.numpy: datatype for datatype in DataType}
+
+
+def from_numpy(dtype: npt.DTypeLike) -> DataType | None:
+    """The data type of a numpy dtype; text and bytes dtypes are BYTES; None where Triton has no such type."""
+    dtype = np.dtype(dtype)
+    if dtype.kind in "SUO":
+        return DataType.BYTES
+    return _BY_NUMPY.get(dtype.newbyteorder("="))
+
+
+_LENGTH = struct.Struct("<I")
+
+
+def pack_bytes(elements: Iterable[Any]) -> bytes:
+    """The packed form of BYTES elements: a little-endian uint32 length before each.
+
+    `elements` are bytes or str (UTF-8); anything else is packed as its str(), as tritonclient does.
+    """
+    pack = _LENGTH.pack
+    parts: list[bytes] = []
+    for element in elements:
+        if isinstance(element, str):
+            element = element.encode()
+        elif not isinstance(element, bytes):
+            element = bytes(element) if isinstance(element, (bytearray, memoryview)) else str(element).encode()
+        parts.append(pack(len(element)))
+        parts.append(element)
+    return b"".join(parts)
+
+
+def unpack_bytes(data: Buffer, shape: tuple[int, ...] | list[int]) -> npt.NDArray[np.object_]:
+    """The object array of a packed BYTES tensor of `shape`. Raises InvalidArgument when data and shape disagree."""
+    count = 1
+    for extent in shape:
+        count *= extent
+    raw = bytes(data)
+    array = np.empty(count, dtype=np.object_)
+    unpack = _LENGTH.unpack_from
+    at = 0
+    end = len(raw)
+    index = 0
+    while at + 4 <= end and index < count:
+        (length,) = unpack(raw, at)
+        at += 4
+        if at + length > end:
+            break
+        array[index] = raw[at : at + length]
+        at += length
+        index += 1
+    if index != count or at != end:
+        raise InvalidArgument(f"expected {count} string elements for shape {list(shape)}, got {index} in {end} bytes")
+    return array.reshape(shape)

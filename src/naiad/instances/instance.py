@@ -1,0 +1,59 @@
+"""What a scheduler sees of an instance, and an instance of a batch. Lives on the event loop."""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import msgspec
+
+from naiad.messages import InferRequest, Result
+
+
+class ComputeTimes(msgspec.Struct, frozen=True):
+    """When the phases of one execution ended, in ns of CLOCK_MONOTONIC (`time.monotonic_ns`), which all
+    processes of a machine share: handed over, inputs ready, outputs ready, done."""
+
+    start_ns: int
+    input_end_ns: int
+    output_start_ns: int
+    end_ns: int
+
+
+class Execution(Protocol):
+    """A batch on its way through an instance.
+
+    The batch dimension of request i is `rows[i]`; for a model with `max_batch_size` 0 there is one request and
+    its rows count 1 without being a dimension. `cancelled(i)` says whether its client has left.
+    """
+
+    requests: Sequence[InferRequest]
+    rows: Sequence[int]
+
+    def deliver(self, index: int, result: Result | None, final: bool) -> None:
+        """A result of request `index`; `None` only with `final`. Each index gets `final` exactly once."""
+
+    def complete(self, times: ComputeTimes | None) -> None:
+        """The instance has finished executing and can take another batch. Called exactly once; for ordinary
+        models after every final `deliver`, for decoupled ones possibly before. `None`: it never ran to its end."""
+
+
+class Instance(Protocol):
+    """One loaded copy of a model version: at most one batch at a time, each batch answered exactly once, also
+    when its process dies. Thread, process and Ray actor are classes with this face."""
+
+    name: str
+    #: Called, on the loop, whenever `is_available` may have turned true or the instance was given up for good.
+    on_change: Callable[[], None]
+
+    @property
+    def is_available(self) -> bool:
+        """Loaded, healthy and executing nothing."""
+
+    @property
+    def failure(self) -> str | None:
+        """Why the instance will not come back; None while it serves or is being restarted."""
+
+    def execute(self, batch: Execution) -> None:
+        """Starts a batch; only when `is_available`. Returns at once; never raises for what the batch contains."""
+
+    def cancel(self, batch: Execution, index: int) -> None:
+        """Tells model code that the client of request `index` has left."""
