@@ -1,0 +1,63 @@
+"""How a client wants each output: as JSON, as binary data, as the top classes, or in a shared-memory region.
+
+A codec reads the plan from a request; the front end follows it when the response is there. Pure.
+"""
+
+import msgspec
+import numpy as np
+
+from naiad.datatypes import DataType, pack_bytes
+from naiad.errors import InvalidArgument
+from naiad.messages import Tensor
+
+
+class OutputSpec(msgspec.Struct, frozen=True):
+    """The wishes for one output. `classification` 0 is none; without a `region` the offset and size mean nothing."""
+
+    name: str
+    binary: bool = False
+    classification: int = 0
+    region: str | None = None
+    region_offset: int = 0
+    region_byte_size: int = 0
+
+
+class OutputPlan(msgspec.Struct, frozen=True):
+    """The wishes for all outputs of a request; no `outputs` are all of the model's, each as `binary_default` says."""
+
+    outputs: dict[str, OutputSpec] = {}
+    binary_default: bool = False
+
+
+#: Everything, as JSON: what a request that says nothing about outputs gets over HTTP.
+ALL_JSON = OutputPlan()
+ALL_BINARY = OutputPlan(binary_default=True)
+
+_CLASSIFIABLE = frozenset(DataType) - {DataType.BOOL, DataType.BYTES, DataType.FP16, DataType.BF16}
+
+
+def classify(tensor: Tensor, count: int, labels: list[str], batched: bool) -> Tensor:
+    """The `count` largest elements of each row as a BYTES tensor of `value:index` or `value:index:label`.
+
+    A row is what belongs to one index of the first dimension where `batched`, else the whole tensor; the result has
+    the shape `[rows, min(count, elements of a row)]`, without the rows where not batched. Equal values keep their
+    order. Raises InvalidArgument for data types that have no order or no number text in Triton.
+    """
+    datatype = tensor.datatype
+    if datatype not in _CLASSIFIABLE:
+        raise InvalidArgument(f"class result not available for output due to unsupported type '{datatype.name}'")
+    rows = tensor.shape[0] if batched and tensor.shape else 1
+    values = np.frombuffer(tensor.data, dtype=datatype.numpy)
+    size = len(values) // rows if rows else 0
+    kept = min(count, size)
+    form = "%f" if values.dtype.kind == "f" else "%d"
+    texts: list[str] = []
+    for row in values.reshape(rows, size):
+        # The stable order of the reversed row, reversed, is descending and keeps equal values in order.
+        order = (size - 1 - np.argsort(row[::-1], kind="stable")[::-1])[:kept].tolist()
+        for index in order:
+            text = f"{form % row[index]}:{index}"
+            label = labels[index] if index < len(labels) else ""
+            texts.append(f"{text}:{label}" if label else text)
+    shape = (rows, kept) if batched and tensor.shape else (kept,)
+    return Tensor(tensor.name, DataType.BYTES, shape, pack_bytes(texts))
