@@ -1,0 +1,808 @@
+"""`ServerOptions`: every option of the server, once: flag, type, default, help and check.
+
+The command line is made from it (`naiad.cli.serve`); the flags are those of Triton's server, with its texts for
+wrong values. Values are checked wherever they come from. Nothing here reads the environment or prints.
+"""
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+from naiad.errors import InvalidArgument
+
+#: What `--http-restricted-api` and `--grpc-restricted-protocol` can name.
+API_CATEGORIES = (
+    "health",
+    "metadata",
+    "inference",
+    "shared-memory",
+    "model-config",
+    "model-repository",
+    "statistics",
+    "trace",
+    "logging",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Restriction:
+    """Categories of an API that are open only to requests with the header `key` and exactly this `value`."""
+
+    categories: frozenset[str]
+    key: str
+    value: str
+
+
+@dataclass(frozen=True, slots=True)
+class BackendSetting:
+    """`--backend-config=<backend>,<key>=<value>`; `backend` is "" for all of them."""
+
+    backend: str
+    key: str
+    value: str
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """`<scope>,<key>=<value>` of `--cache-config` and `--trace-config`; `scope` is "" where there is none."""
+
+    scope: str
+    key: str
+    value: str
+
+
+@dataclass(frozen=True, slots=True)
+class RateLimitResource:
+    """How much of a resource there is; `device` None means on every device."""
+
+    name: str
+    count: int
+    device: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """The command line side of one field of ServerOptions.
+
+    `parse` turns the text of one occurrence into a value (an element of the tuple, if `repeatable`) and raises
+    ValueError with the reason. `check` returns what is wrong with the field's value, or None. A `switch` takes no
+    value. An option that is not `available` is refused and not shown.
+    """
+
+    flag: str
+    group: str
+    help: str
+    metavar: str
+    parse: Callable[[str], Any]
+    check: Callable[[Any], str | None] | None = None
+    repeatable: bool = False
+    switch: bool = False
+    aliases: tuple[str, ...] = ()
+    available: bool = True
+
+
+# ---------------------------------------------------------------- texts to values; ValueError says what is wrong
+
+
+def parse_bool(text: str) -> bool:
+    """Triton's booleans: true, on, 1, false, off, 0, in any case."""
+    if text.lower() in ("true", "on", "1"):
+        return True
+    if text.lower() in ("false", "off", "0"):
+        return False
+    raise ValueError(f"invalid value for bool option: {text}")
+
+
+def _int(text: str) -> int:
+    if not re.fullmatch(r"\s*[+-]?[0-9]+", text):
+        raise ValueError(f"Invalid option value. Got {text}")
+    return int(text)
+
+
+def _float(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"Invalid option value. Got {text}") from None
+
+
+def _choice(flag: str, *choices: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text not in choices:
+            raise ValueError(f"invalid argument for {flag}: '{text}'; expected one of {', '.join(choices)}")
+        return text
+
+    return parse
+
+
+def _client_shm(text: str) -> str:
+    if text.lower() == "local":
+        return "local"
+    return "true" if parse_bool(text) else "false"
+
+
+def _key_value(text: str, format_text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not equals or not key or not value:
+        raise ValueError(f"{format_text}. Got {text}")
+    return key, value
+
+
+def _restriction(flag: str) -> Callable[[str], Restriction]:
+    def parse(text: str) -> Restriction:
+        names, colon, header = text.partition(":")
+        if not colon or "=" not in header:
+            raise ValueError(f"{flag} option format is '<config name>:<setting>=<value>'. Got {text}")
+        key, _, value = header.partition("=")
+        categories = frozenset(name.strip() for name in names.split(","))
+        for name in sorted(categories - frozenset(API_CATEGORIES)):
+            raise ValueError(f"unknown restricted api '{name}'; there are {', '.join(API_CATEGORIES)}")
+        return Restriction(categories, key, value)
+
+    return parse
+
+
+def _backend_setting(text: str) -> BackendSetting:
+    format_text = "--backend-config option format is '<backend name>,<setting>=<value>'"
+    scope, comma, rest = text.partition(",")
+    # `--backend-config=<setting>=<value>` is for all backends; a comma may then be part of the value.
+    if not comma or "=" in scope:
+        scope, rest = "", text
+    elif not scope:
+        rest = text[1:]
+    key, value = _key_value(rest, format_text) if rest else ("", "")
+    if not key:
+        raise ValueError(f"{format_text}. Got {text}")
+    return BackendSetting(scope, key, value)
+
+
+def _cache_setting(text: str) -> Setting:
+    scope, comma, rest = text.partition(",")
+    if not comma or not scope:
+        raise ValueError(
+            f"No cache specified. --cache-config option format is <cache name>,<setting>=<value>. Got {text}"
+        )
+    return Setting(scope, *_key_value(rest, "--cache-config option format is '<cache name>,<setting>=<value>'"))
+
+
+def _trace_setting(text: str) -> Setting:
+    scope, comma, rest = text.partition(",")
+    if not comma or "=" in scope:
+        scope, rest = "", text
+    if scope not in ("", "triton", "opentelemetry"):
+        raise ValueError(
+            f'invalid value for trace mode option: {scope}. Available options are "triton" and "opentelemetry"'
+        )
+    key, value = _key_value(rest, "--trace-config option format is '<mode>,<setting>=<value>'")
+    if not scope:
+        if key == "level":
+            if value.lower() not in ("true", "on", "1", "min", "max", "off", "timestamps", "tensors"):
+                raise ValueError(f"invalid value for trace level option: {value.lower()}")
+        elif key == "mode":
+            if value not in ("triton", "opentelemetry"):
+                raise ValueError(
+                    f'invalid value for trace mode option: {value}. Available options are "triton" and "opentelemetry"'
+                )
+        elif key in ("rate", "count"):
+            _int(value)
+        else:
+            raise ValueError(f"unknown trace setting '{key}'; there are level, rate, count, mode")
+    return Setting(scope, key, value)
+
+
+def _metrics_setting(text: str) -> tuple[str, str]:
+    """One `--metrics-config`: the name and the text of a setting that `metrics_settings` understands."""
+    key, value = _key_value(text, "--metrics-config option format is <setting>=<value>")
+    if key in ("counter_latencies", "summary_latencies", "histogram_latencies"):
+        parse_bool(value)
+    elif key == "summary_quantiles":
+        parse_quantiles(value)
+    else:
+        raise ValueError(
+            f"unknown metrics setting '{key}'; there are counter_latencies, histogram_latencies, "
+            "summary_latencies, summary_quantiles"
+        )
+    return key, value
+
+
+def parse_quantiles(text: str) -> tuple[tuple[float, float], ...]:
+    """Pairs of quantile and allowed error: `"0.5:0.05,0.9:0.01"` -> `((0.5, 0.05), (0.9, 0.01))`."""
+    pairs = []
+    for part in text.split(","):
+        quantile, colon, error = part.partition(":")
+        if not colon:
+            raise ValueError(f"summary_quantiles expects <quantile>:<error>,..., for example 0.5:0.05. Got {part}")
+        pair = (_float(quantile), _float(error))
+        if not all(0.0 <= number <= 1.0 for number in pair):
+            raise ValueError(f"summary_quantiles expects quantiles and errors from 0 to 1. Got {part}")
+        pairs.append(pair)
+    return tuple(pairs)
+
+
+def _rate_limit_resource(text: str) -> RateLimitResource:
+    parts = text.split(":")
+    if len(parts) not in (2, 3) or not parts[0]:
+        raise ValueError(
+            "--rate-limit-resource option format is '<resource_name>:<count>:<device>' or "
+            f"'<resource_name>:<count>'. Got {text}"
+        )
+    return RateLimitResource(parts[0], _int(parts[1]), _int(parts[2]) if len(parts) == 3 else None)
+
+
+# ---------------------------------------------------------------- checks of values; they return what is wrong
+
+
+def _at_least(least: int, most: int | None = None) -> Callable[[Any], str | None]:
+    def check(value: Any) -> str | None:
+        if value is None or (value >= least and (most is None or value <= most)):
+            return None
+        return f"expected {least} or more, got {value}" if most is None else f"expected {least} to {most}, got {value}"
+
+    return check
+
+
+def _more_than_zero(value: float) -> str | None:
+    return None if value > 0 else f"expected more than 0, got {value}"
+
+
+def _pattern(value: str) -> str | None:
+    try:
+        re.compile(value)
+    except re.error as error:
+        return f"'{value}' is not a regular expression: {error}"
+    return None
+
+
+def _config_name(value: str | None) -> str | None:
+    if value is None:
+        return None
+    if not value:
+        return "Error: empty argument for --model-config-name"
+    if re.search(r"\s|/", value) or value in (".", ".."):
+        return f"expected a name without spaces and slashes, got '{value}'"
+    return None
+
+
+def _one_group_each(restrictions: Iterable[Restriction]) -> str | None:
+    seen: set[str] = set()
+    for restriction in restrictions:
+        for category in sorted(restriction.categories & seen):
+            return f"restricted api '{category}' can not be specified in multiple config groups"
+        seen |= restriction.categories
+    return None
+
+
+_port = _at_least(0, 65535)
+_PARSE_BY_TYPE: dict[Any, tuple[str, Callable[[str], Any]]] = {
+    bool: ("boolean", parse_bool),
+    int: ("integer", _int),
+    float: ("number", _float),
+    str: ("string", str),
+}
+
+
+def _option(
+    group: str,
+    flag: str,
+    default: Any,
+    help: str,
+    *,
+    kind: type = str,
+    parse: Callable[[str], Any] | None = None,
+    metavar: str = "",
+    check: Callable[[Any], str | None] | None = None,
+    repeatable: bool = False,
+    switch: bool = False,
+    aliases: tuple[str, ...] = (),
+    available: bool = True,
+) -> Any:
+    """A field of ServerOptions with its Option. `kind` decides how texts are read unless `parse` does."""
+    name, parse_kind = _PARSE_BY_TYPE[kind]
+    option = Option(
+        flag=flag,
+        group=group,
+        help=help,
+        metavar="" if switch else metavar or name,
+        parse=parse or parse_kind,
+        check=check,
+        repeatable=repeatable,
+        switch=switch,
+        aliases=aliases,
+        available=available,
+    )
+    return dataclasses.field(default=default, metadata={"option": option})
+
+
+# The headings of the help.
+_server = partial(_option, "Server")
+_logging = partial(_option, "Logging")
+_repository = partial(_option, "Model repository")
+_http = partial(_option, "HTTP")
+_grpc = partial(_option, "gRPC")
+_metrics = partial(_option, "Metrics")
+_tracing = partial(_option, "Tracing")
+_backends = partial(_option, "Backends")
+_cache = partial(_option, "Response cache")
+_rate = partial(_option, "Rate limiter")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerOptions:
+    """The options of a server, checked. A field is named like its flag; the flag's help says what it means.
+
+    Raises InvalidArgument, with Triton's text, when a value or a combination of values is wrong.
+    """
+
+    id: str = _server("--id", "triton", "Identifier for this server.")
+    exit_timeout_secs: int = _server(
+        "--exit-timeout-secs",
+        30,
+        "Time, in seconds, that requests in flight get to finish when the server exits. After it the server exits "
+        "even if some are still in flight.",
+        kind=int,
+        check=_at_least(0),
+    )
+    isolation: Literal["model", "backend", "none"] = _server(
+        "--isolation",
+        "model",
+        "Where models run: each in a process of its own (model), one process for all models of a backend (backend), "
+        "or inside the server process (none; for debugging). A model's parameter NAIAD_HOST takes precedence.",
+        parse=_choice("--isolation", "model", "backend", "none"),
+        metavar="model|backend|none",
+    )
+    execution_timeout_secs: float = _server(
+        "--execution-timeout-secs",
+        600.0,
+        "Time, in seconds, that one execution of a model may take. After it the model's process is ended and "
+        "started again. 0 means no limit.",
+        kind=float,
+        check=_at_least(0),
+    )
+
+    log_verbose: int = _logging(
+        "--log-verbose",
+        0,
+        "Verbose logging level. 0 disables verbose logging, 1 and more enable it.",
+        kind=int,
+        check=_at_least(0),
+    )
+    log_info: bool = _logging("--log-info", True, "Log at the level info.", kind=bool)
+    log_warning: bool = _logging("--log-warning", True, "Log at the level warning.", kind=bool)
+    log_error: bool = _logging("--log-error", True, "Log at the level error.", kind=bool)
+    log_format: Literal["default", "ISO8601"] = _logging(
+        "--log-format",
+        "default",
+        'Lines begin with "LMMDD hh:mm:ss.ssssss" (default; L is the severity) or "YYYY-MM-DDThh:mm:ssZ L" (ISO8601).',
+        parse=_choice("--log-format", "default", "ISO8601"),
+        metavar="default|ISO8601",
+    )
+    log_file: str = _logging(
+        "--log-file", "", "File that gets the log, instead of the console. Lines are appended to it."
+    )
+
+    model_repository: tuple[str, ...] = _repository(
+        "--model-repository",
+        (),
+        "Path of a model repository. May be given more than once; a model that is in two of them is not served.",
+        metavar="path",
+        repeatable=True,
+        aliases=("--model-store",),
+    )
+    exit_on_error: bool = _repository(
+        "--exit-on-error", True, "Exit if a model cannot be loaded when the server starts.", kind=bool
+    )
+    disable_auto_complete_config: bool = _repository(
+        "--disable-auto-complete-config",
+        False,
+        "Do not complete model configurations from model files: a config.pbtxt with everything required must exist.",
+        kind=bool,
+        switch=True,
+    )
+    strict_readiness: bool = _repository(
+        "--strict-readiness",
+        True,
+        "Whether /v2/health/ready needs all models to be available, or only a server that responds.",
+        kind=bool,
+    )
+    model_control_mode: Literal["none", "poll", "explicit"] = _repository(
+        "--model-control-mode",
+        "none",
+        "When models are loaded: all at the start (none); also when the repositories change (poll); or those named "
+        "with --load-model at the start and others through the API (explicit).",
+        parse=_choice("--model-control-mode", "none", "poll", "explicit"),
+        metavar="none|poll|explicit",
+    )
+    repository_poll_secs: int = _repository(
+        "--repository-poll-secs",
+        15,
+        "Seconds between two looks at the model repositories with --model-control-mode=poll. 0: look at the start only.",
+        kind=int,
+        check=_at_least(0),
+    )
+    load_model: tuple[str, ...] = _repository(
+        "--load-model",
+        (),
+        "Model to load at the start with --model-control-mode=explicit; may be given more than once. A single '*' "
+        "means all models; it is not a pattern.",
+        metavar="name",
+        repeatable=True,
+    )
+    model_config_name: str | None = _repository(
+        "--model-config-name",
+        None,
+        "Use configs/<name>.pbtxt of a model, where there is one, in place of its config.pbtxt.",
+        check=_config_name,
+    )
+    model_load_thread_count: int = _repository(
+        "--model-load-thread-count", 4, "How many models are loaded at the same time.", kind=int, check=_at_least(1)
+    )
+    model_load_retry_count: int = _repository(
+        "--model-load-retry-count",
+        0,
+        "How often loading a model is tried again after it failed.",
+        kind=int,
+        check=_at_least(0),
+    )
+    strict_model_config: bool = _repository(
+        "--strict-model-config", False, "Deprecated: true is --disable-auto-complete-config.", kind=bool
+    )
+
+    allow_http: bool = _http("--allow-http", True, "Listen for HTTP requests.", kind=bool)
+    http_address: str = _http("--http-address", "0.0.0.0", "Address that the HTTP server binds to.")
+    http_port: int = _http("--http-port", 8000, "Port of the HTTP server.", kind=int, check=_port)
+    reuse_http_port: bool = _http(
+        "--reuse-http-port",
+        False,
+        "Share the HTTP port with other servers that have this option set, and the same models.",
+        kind=bool,
+    )
+    http_header_forward_pattern: str = _http(
+        "--http-header-forward-pattern",
+        "",
+        "Regular expression of the HTTP headers that become parameters of inference requests.",
+        metavar="regex",
+        check=_pattern,
+    )
+    http_thread_count: int = _http(
+        "--http-thread-count", 8, "Number of threads handling HTTP requests.", kind=int, check=_at_least(1)
+    )
+    http_max_input_size: int = _http(
+        "--http-max-input-size",
+        67108864,
+        "The most bytes of JSON, or of raw input, that one HTTP request may have.",
+        kind=int,
+        check=_at_least(1),
+    )
+    http_restricted_api: tuple[Restriction, ...] = _http(
+        "--http-restricted-api",
+        (),
+        "Serve some APIs only to HTTP requests with a header <key>: <value>. APIs: " + ", ".join(API_CATEGORIES) + ".",
+        parse=_restriction("--http-restricted-api"),
+        metavar="api,...:key=value",
+        repeatable=True,
+        check=_one_group_each,
+    )
+    allow_client_shm: Literal["true", "false", "local"] = _http(
+        "--allow-client-shm",
+        "local",
+        "Whether clients may register shared memory: all, none, or those on this machine (local).",
+        parse=_client_shm,
+        metavar="true|false|local",
+    )
+
+    allow_grpc: bool = _grpc("--allow-grpc", True, "Listen for gRPC requests.", kind=bool)
+    grpc_address: str = _grpc("--grpc-address", "0.0.0.0", "Address that the gRPC server binds to.")
+    grpc_port: int = _grpc("--grpc-port", 8001, "Port of the gRPC server.", kind=int, check=_port)
+    reuse_grpc_port: bool = _grpc(
+        "--reuse-grpc-port",
+        False,
+        "Share the gRPC port with other servers that have this option set, and the same models.",
+        kind=bool,
+    )
+    grpc_implementation: Literal["auto", "native", "grpcio"] = _grpc(
+        "--grpc-implementation",
+        "auto",
+        "The library that serves gRPC: pygrpc_native (native), grpcio, or the fastest that can do what the other "
+        "options ask for (auto).",
+        parse=_choice("--grpc-implementation", "auto", "native", "grpcio"),
+        metavar="auto|native|grpcio",
+    )
+    grpc_header_forward_pattern: str = _grpc(
+        "--grpc-header-forward-pattern",
+        "",
+        "Regular expression of the gRPC metadata that become parameters of inference requests.",
+        metavar="regex",
+        check=_pattern,
+    )
+    grpc_infer_thread_count: int = _grpc(
+        "--grpc-infer-thread-count",
+        2,
+        "Number of threads handling gRPC inference requests.",
+        kind=int,
+        check=_at_least(2, 128),
+    )
+    grpc_infer_allocation_pool_size: int = _grpc(
+        "--grpc-infer-allocation-pool-size",
+        8,
+        "How many inference request and response objects are kept for reuse.",
+        kind=int,
+        check=_at_least(0),
+        available=False,
+    )
+    grpc_use_ssl: bool = _grpc("--grpc-use-ssl", False, "Serve gRPC over TLS.", kind=bool)
+    grpc_use_ssl_mutual: bool = _grpc(
+        "--grpc-use-ssl-mutual", False, "Serve gRPC over TLS and ask clients for a certificate.", kind=bool
+    )
+    grpc_server_cert: str = _grpc(
+        "--grpc-server-cert", "", "File with the server's certificate (PEM), for TLS.", metavar="path"
+    )
+    grpc_server_key: str = _grpc("--grpc-server-key", "", "File with the server's key (PEM), for TLS.", metavar="path")
+    grpc_root_cert: str = _grpc(
+        "--grpc-root-cert", "", "File with the root certificate (PEM) of clients, for TLS.", metavar="path"
+    )
+    grpc_infer_response_compression_level: Literal["none", "low", "medium", "high"] = _grpc(
+        "--grpc-infer-response-compression-level",
+        "none",
+        "How much inference responses are compressed for clients that accept it.",
+        parse=_choice("--grpc-infer-response-compression-level", "none", "low", "medium", "high"),
+        metavar="none|low|medium|high",
+    )
+    grpc_keepalive_time: int = _grpc(
+        "--grpc-keepalive-time", 7200000, "Milliseconds after which a keepalive ping is sent.", kind=int
+    )
+    grpc_keepalive_timeout: int = _grpc(
+        "--grpc-keepalive-timeout",
+        20000,
+        "Milliseconds that a keepalive ping waits for its answer before the connection is closed.",
+        kind=int,
+    )
+    grpc_keepalive_permit_without_calls: bool = _grpc(
+        "--grpc-keepalive-permit-without-calls",
+        False,
+        "Send keepalive pings even if there are no calls in flight.",
+        kind=bool,
+    )
+    grpc_http2_max_pings_without_data: int = _grpc(
+        "--grpc-http2-max-pings-without-data",
+        2,
+        "How many pings may be sent without data or headers between them. 0: any number.",
+        kind=int,
+    )
+    grpc_http2_min_recv_ping_interval_without_data: int = _grpc(
+        "--grpc-http2-min-recv-ping-interval-without-data",
+        300000,
+        "Milliseconds that clients must leave between pings without data; a faster one is a ping strike.",
+        kind=int,
+    )
+    grpc_http2_max_ping_strikes: int = _grpc(
+        "--grpc-http2-max-ping-strikes",
+        2,
+        "How many ping strikes a client may have before its connection is closed. 0: any number.",
+        kind=int,
+    )
+    grpc_max_connection_age: int | None = _grpc(
+        "--grpc-max-connection-age", None, "Milliseconds that a connection may exist. Default: no limit.", kind=int
+    )
+    grpc_max_connection_age_grace: int | None = _grpc(
+        "--grpc-max-connection-age-grace",
+        None,
+        "Milliseconds that calls get to finish on a connection that reached its age. Default: no limit.",
+        kind=int,
+    )
+    grpc_restricted_protocol: tuple[Restriction, ...] = _grpc(
+        "--grpc-restricted-protocol",
+        (),
+        "Serve some protocols only to gRPC requests with the metadata triton-grpc-protocol-<key>: <value>. Protocols: "
+        + ", ".join(API_CATEGORIES)
+        + ".",
+        parse=_restriction("--grpc-restricted-protocol"),
+        metavar="protocol,...:key=value",
+        repeatable=True,
+        check=_one_group_each,
+    )
+
+    allow_metrics: bool = _metrics("--allow-metrics", True, "Serve Prometheus metrics.", kind=bool)
+    allow_gpu_metrics: bool = _metrics("--allow-gpu-metrics", True, "Serve metrics of the GPUs too.", kind=bool)
+    allow_cpu_metrics: bool = _metrics("--allow-cpu-metrics", True, "Serve metrics of CPU and memory too.", kind=bool)
+    metrics_address: str = _metrics(
+        "--metrics-address", "", "Address that the metrics server binds to. Default: the one of --http-address."
+    )
+    metrics_port: int = _metrics("--metrics-port", 8002, "Port of the metrics server.", kind=int, check=_port)
+    metrics_interval_ms: float = _metrics(
+        "--metrics-interval-ms",
+        2000.0,
+        "Milliseconds between two measurements of CPU, memory and GPUs.",
+        kind=float,
+        check=_more_than_zero,
+    )
+    metrics_config: tuple[tuple[str, str], ...] = _metrics(
+        "--metrics-config",
+        (),
+        "A setting of the metrics: counter_latencies, histogram_latencies, summary_latencies (booleans), or "
+        "summary_quantiles (<quantile>:<error>,...).",
+        parse=_metrics_setting,
+        metavar="setting=value",
+        repeatable=True,
+    )
+
+    trace_config: tuple[Setting, ...] = _tracing(
+        "--trace-config",
+        (),
+        "A global trace setting (level, rate, count, mode), or one of the modes triton and opentelemetry.",
+        parse=_trace_setting,
+        metavar="[mode,]setting=value",
+        repeatable=True,
+        available=False,
+    )
+
+    backend_directory: str = _backends(
+        "--backend-directory",
+        "/opt/tritonserver/backends",
+        "Directory with backends in subdirectories: <backend>/model.py serves the models that name the backend.",
+        metavar="path",
+        available=False,
+    )
+    backend_config: tuple[BackendSetting, ...] = _backends(
+        "--backend-config",
+        (),
+        "A setting of one backend, or of all where none is named. default-max-batch-size (4) is for all.",
+        parse=_backend_setting,
+        metavar="[backend,]setting=value",
+        repeatable=True,
+    )
+
+    cache_config: tuple[Setting, ...] = _cache(
+        "--cache-config",
+        (),
+        "A setting of a response cache, for example local,size=1048576.",
+        parse=_cache_setting,
+        metavar="cache,setting=value",
+        repeatable=True,
+        available=False,
+    )
+
+    rate_limit: Literal["off", "execution_count"] = _rate(
+        "--rate-limit",
+        "off",
+        "Whether instances wait for the resources their configuration names (execution_count) or not (off).",
+        parse=_choice("--rate-limit", "off", "execution_count"),
+        metavar="off|execution_count",
+        available=False,
+    )
+    rate_limit_resource: tuple[RateLimitResource, ...] = _rate(
+        "--rate-limit-resource",
+        (),
+        "How much of a resource there is, on one device or on each. Default: the most that an instance asks for.",
+        parse=_rate_limit_resource,
+        metavar="name:count[:device]",
+        repeatable=True,
+        available=False,
+    )
+
+    def __post_init__(self) -> None:
+        for name, option in OPTIONS.items():
+            reason = option.check(getattr(self, name)) if option.check is not None else None
+            if reason is not None:
+                raise bad_option(option.flag, reason)
+        if not self.model_repository:
+            raise InvalidArgument("--model-repository must be specified")
+        self._check_load_model()
+        self._check_tls()
+        self._check_ports()
+
+    def _check_load_model(self) -> None:
+        if not self.load_model:
+            return
+        if self.model_control_mode != "explicit":
+            raise InvalidArgument(
+                "Error: Use of '--load-model' requires setting '--model-control-mode=explicit' as well."
+            )
+        if "*" in self.load_model and len(set(self.load_model)) > 1:
+            raise InvalidArgument("Wildcard model name '*' must be the ONLY startup model if specified at all.")
+
+    def _check_tls(self) -> None:
+        if not (self.grpc_use_ssl or self.grpc_use_ssl_mutual):
+            return
+        needed = {"--grpc-server-cert": self.grpc_server_cert, "--grpc-server-key": self.grpc_server_key}
+        if self.grpc_use_ssl_mutual:
+            needed["--grpc-root-cert"] = self.grpc_root_cert
+        for flag, value in needed.items():
+            if not value:
+                raise InvalidArgument(f"gRPC over TLS needs {flag}=<path of a PEM file>")
+
+    def _check_ports(self) -> None:
+        doors = [
+            (name, address, port)
+            for name, allowed, address, port in (
+                ("HTTP", self.allow_http, self.http_address, self.http_port),
+                ("GRPC", self.allow_grpc, self.grpc_address, self.grpc_port),
+                ("metrics", self.allow_metrics, self.metrics_bind_address, self.metrics_port),
+            )
+            if allowed and port != 0  # 0 lets the system choose a free one
+        ]
+        wildcards = ("0.0.0.0", "::")
+        for index, (name, address, port) in enumerate(doors):
+            for other, other_address, other_port in doors[:index]:
+                same_address = address == other_address or address in wildcards or other_address in wildcards
+                if port == other_port and same_address:
+                    raise InvalidArgument(
+                        f"The server cannot listen to {other} requests and {name} requests at the same address and "
+                        f"port {other_address}:{port}"
+                    )
+
+    @property
+    def metrics_bind_address(self) -> str:
+        """Where the metrics server listens: `--metrics-address`, else the address of HTTP."""
+        return self.metrics_address or self.http_address
+
+    @property
+    def auto_complete_config(self) -> bool:
+        """Whether model configurations are completed from model files."""
+        return not (self.disable_auto_complete_config or self.strict_model_config)
+
+    def backend_settings(self, backend: str) -> dict[str, str]:
+        """The settings of `--backend-config` for one backend, above those for all, above the defaults."""
+        settings = {"default-max-batch-size": "4"}
+        for scope in ("", backend):
+            settings.update({s.key: s.value for s in self.backend_config if s.backend == scope})
+        return settings
+
+
+#: Field name -> option, in the order of the help.
+OPTIONS: dict[str, Option] = {field.name: field.metadata["option"] for field in dataclasses.fields(ServerOptions)}
+
+#: Flags of Triton's server that this one does not have, and why: they are refused, never ignored.
+REFUSED: dict[str, str] = {
+    "--model-namespacing": "a model name must be unique across all repositories here",
+    "--enable-peer-access": "the server does not copy between GPUs",
+    "--grpc-max-response-pool-size": "responses are not pooled here",
+    "--allow-sagemaker": "there is no SageMaker endpoint",
+    "--sagemaker-port": "there is no SageMaker endpoint",
+    "--sagemaker-safe-port-range": "there is no SageMaker endpoint",
+    "--sagemaker-thread-count": "there is no SageMaker endpoint",
+    "--allow-vertex-ai": "there is no Vertex AI endpoint",
+    "--vertex-ai-port": "there is no Vertex AI endpoint",
+    "--vertex-ai-thread-count": "there is no Vertex AI endpoint",
+    "--vertex-ai-default-model": "there is no Vertex AI endpoint",
+    "--repoagent-directory": "there are no repository agents",
+    "--cache-directory": "caches are part of the server, not libraries",
+    "--pinned-memory-pool-byte-size": "the server keeps no pinned memory",
+    "--cuda-memory-pool-byte-size": "the server keeps no CUDA memory",
+    "--cuda-virtual-address-size": "the server keeps no CUDA memory",
+    "--min-supported-compute-capability": "the frameworks of the backends decide which GPUs they support",
+    "--buffer-manager-thread-count": "the server does not copy tensors with threads",
+    "--host-policy": "models are not bound to NUMA nodes or cores",
+    "--model-load-gpu-limit": "the server does not limit the GPU memory of models",
+    "--response-cache-byte-size": "use --cache-config=local,size=<bytes>",
+    "--trace-file": "use --trace-config=triton,file=<path>",
+    "--trace-level": "use --trace-config=level=<OFF|TIMESTAMPS|TENSORS>",
+    "--trace-rate": "use --trace-config=rate=<number>",
+    "--trace-count": "use --trace-config=count=<number>",
+    "--trace-log-frequency": "use --trace-config=triton,log-frequency=<number>",
+}
+
+
+def bad_option(flag: str, reason: str) -> InvalidArgument:
+    return InvalidArgument(f'Bad option: "{flag}".\n{reason}')
+
+
+def parse_options(given: Mapping[str, Iterable[str]]) -> ServerOptions:
+    """The options of a command line: field name -> the texts of its occurrences, in order.
+
+    Of several occurrences of an option that is not repeatable the last one counts. Raises InvalidArgument.
+    """
+    values: dict[str, Any] = {}
+    for name, texts in given.items():
+        option = OPTIONS[name]
+        if not option.available:
+            raise InvalidArgument(f"{option.flag} is not supported by this server")
+        try:
+            parsed = [option.parse(text) for text in texts]
+        except ValueError as error:
+            raise bad_option(option.flag, str(error)) from None
+        if parsed:
+            values[name] = tuple(parsed) if option.repeatable else parsed[-1]
+    return ServerOptions(**values)
