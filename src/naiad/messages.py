@@ -79,3 +79,101 @@ class ResponseSink(Protocol):
     """
 
     def send(self, result: Result | None, final: bool) -> None: ...
+
+
+class TensorMetadata(msgspec.Struct, frozen=True):
+    """An input or output as metadata shows it; -1 first where the model batches."""
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+
+
+class ServerMetadata(msgspec.Struct, frozen=True):
+    name: str
+    version: str
+    extensions: tuple[str, ...]
+
+
+class ModelMetadata(msgspec.Struct, frozen=True):
+    """`versions` are those that are ready, or the one asked for; `platform` is the backend where there is none."""
+
+    name: str
+    versions: tuple[str, ...]
+    platform: str
+    inputs: tuple[TensorMetadata, ...]
+    outputs: tuple[TensorMetadata, ...]
+
+
+class IndexEntry(msgspec.Struct, frozen=True):
+    """A model version in the repository index; all but the name are None for a model never loaded."""
+
+    name: str
+    version: str | None = None
+    state: str | None = None
+    reason: str | None = None
+
+
+class Duration(msgspec.Struct):
+    """How often something happened and how many ns it took in all."""
+
+    count: int = 0
+    ns: int = 0
+
+    def add(self, ns: int, count: int = 1) -> None:
+        self.count += count
+        self.ns += ns
+
+
+class InferStatistics(msgspec.Struct):
+    """Durations per request."""
+
+    success: Duration = msgspec.field(default_factory=Duration)
+    fail: Duration = msgspec.field(default_factory=Duration)
+    queue: Duration = msgspec.field(default_factory=Duration)
+    compute_input: Duration = msgspec.field(default_factory=Duration)
+    compute_infer: Duration = msgspec.field(default_factory=Duration)
+    compute_output: Duration = msgspec.field(default_factory=Duration)
+    cache_hit: Duration = msgspec.field(default_factory=Duration)
+    cache_miss: Duration = msgspec.field(default_factory=Duration)
+
+
+class BatchStatistics(msgspec.Struct):
+    """Durations per execution of one batch size."""
+
+    compute_input: Duration = msgspec.field(default_factory=Duration)
+    compute_infer: Duration = msgspec.field(default_factory=Duration)
+    compute_output: Duration = msgspec.field(default_factory=Duration)
+
+
+class ResponseStatistics(msgspec.Struct):
+    """Durations per response of one index (the first, second... response of a request)."""
+
+    compute_infer: Duration = msgspec.field(default_factory=Duration)
+    compute_output: Duration = msgspec.field(default_factory=Duration)
+    success: Duration = msgspec.field(default_factory=Duration)
+    fail: Duration = msgspec.field(default_factory=Duration)
+    empty_response: Duration = msgspec.field(default_factory=Duration)
+    cancel: Duration = msgspec.field(default_factory=Duration)
+
+
+class ModelStatistics(msgspec.Struct):
+    """What a model version has done since it was loaded. `last_inference_ms` is ms since the epoch, 0 for never.
+
+    The live object: it is changed on the event loop and may be read there.
+    """
+
+    name: str
+    version: str
+    last_inference_ms: int = 0
+    inference_count: int = 0
+    execution_count: int = 0
+    infer: InferStatistics = msgspec.field(default_factory=InferStatistics)
+    batches: dict[int, BatchStatistics] = {}
+    responses: dict[str, ResponseStatistics] = {}
+    #: Requests that failed, by Triton's reasons: REJECTED, CANCELED, BACKEND, OTHER.
+    failures: dict[str, int] = msgspec.field(
+        default_factory=lambda: {"REJECTED": 0, "CANCELED": 0, "BACKEND": 0, "OTHER": 0}
+    )
+    #: Requests accepted and not yet handed to an instance.
+    pending: int = 0

@@ -31,9 +31,11 @@ class Execution(Protocol):
     def deliver(self, index: int, result: Result | None, final: bool) -> None:
         """A result of request `index`; `None` only with `final`. Each index gets `final` exactly once."""
 
-    def complete(self, times: ComputeTimes | None) -> None:
+    def complete(self, times: ComputeTimes | None, succeeded: bool = True) -> None:
         """The instance has finished executing and can take another batch. Called exactly once; for ordinary
-        models after every final `deliver`, for decoupled ones possibly before. `None`: it never ran to its end."""
+        models after every final `deliver`, for decoupled ones possibly before. `None`: it never ran to its end.
+        `succeeded` is False when the execution itself raised; an error that a model answers to one request is
+        not a failed execution."""
 
 
 class Instance(Protocol):

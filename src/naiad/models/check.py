@@ -1,0 +1,282 @@
+"""Checks a request against the configuration of its model. Pure; built once when a version is loaded.
+
+Order and texts are Triton's (reference R3-71 to R3-78): requested outputs, number of inputs, names and batch
+dimension, data type, shape, size in bytes. Where several inputs are wrong Triton names the one given last, because
+it keeps inputs in a hash map that is walked newest first; so do the loops here.
+"""
+
+import struct
+from collections.abc import Callable, Mapping
+
+from naiad.config.model_config import ModelConfig, TensorConfig
+from naiad.datatypes import Buffer, DataType
+from naiad.errors import InvalidArgument
+from naiad.messages import InferRequest, Tensor
+
+_LENGTH = struct.Struct("<I")
+_BATCH_NOTE = (
+    "NOTE: Setting a non-zero max_batch_size in the model config requires a batch dimension to be prepended to each "
+    "input shape. If you want to specify the full shape including the batch dim in your input dims config, try "
+    "setting max_batch_size to zero. See the model configuration docs for more info on max_batch_size."
+)
+
+
+class _Input:
+    """What one configured input demands, with what can be computed ahead."""
+
+    __slots__ = ("datatype", "dims", "fixed_byte_size", "name", "ragged", "reshape", "variable")
+
+    def __init__(self, config: TensorConfig) -> None:
+        self.name = config.name
+        self.datatype = config.datatype
+        self.dims = config.dims
+        self.reshape = config.reshape
+        self.ragged = config.ragged
+        self.variable = -1 in config.dims
+        #: Bytes of one row; 0 where shape or elements have no fixed size.
+        self.fixed_byte_size = 0 if self.variable else _elements(config.dims) * config.datatype.byte_size
+
+
+class RequestCheck:
+    """Says whether a request fits a model, how many rows it has, and what it may be batched with."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._model = config.name
+        self._max_batch_size = config.max_batch_size
+        self._inputs = {name: _Input(tensor) for name, tensor in config.inputs.items()}
+        self._order = tuple(config.inputs)
+        self._outputs = frozenset(config.outputs)
+        self._required = config.required_inputs
+        self._reshapes = any(tensor.reshape is not None for tensor in config.inputs.values())
+        #: Requests of a model whose inputs are all required and of fixed shape may always share a batch.
+        self._uniform = len(self._required) == len(self._order) and not any(
+            spec.variable and not spec.ragged for spec in self._inputs.values()
+        )
+
+    def __call__(self, request: InferRequest) -> tuple[InferRequest, int, object]:
+        """(the request with its inputs in configured order and in the model's own shapes, rows, batching signature).
+
+        Raises InvalidArgument.
+        """
+        for name in request.outputs:
+            if name not in self._outputs:
+                raise InvalidArgument(f"unexpected inference output '{name}' for model '{self._model}'")
+        inputs = request.inputs
+        names = tuple([tensor.name for tensor in inputs])
+        if names != self._order:
+            self._check_names(request, names)
+            by_name = {tensor.name: tensor for tensor in inputs}
+            inputs = tuple([by_name[name] for name in self._order if name in by_name])
+        rows = self._rows(request) if self._max_batch_size else 1
+        for tensor in inputs:
+            spec = self._inputs[tensor.name]
+            dims = tensor.shape[1:] if self._max_batch_size else tensor.shape
+            if tensor.datatype is not spec.datatype or (dims != spec.dims and not _matches(dims, spec.dims)):
+                raise self._mismatch(request)
+        for tensor in inputs:
+            spec = self._inputs[tensor.name]
+            size = len(tensor.data) if type(tensor.data) is bytes else memoryview(tensor.data).nbytes
+            if not spec.fixed_byte_size or size != rows * spec.fixed_byte_size:
+                self._check_size(request, tensor, size)
+        if self._uniform:
+            signature: object = None
+        else:
+            signature = tuple(
+                [(tensor.name, None if self._inputs[tensor.name].ragged else tensor.shape[1:]) for tensor in inputs]
+            )
+        if self._reshapes:
+            inputs = tuple([self._reshaped(tensor) for tensor in inputs])
+        if inputs is not request.inputs:
+            request = InferRequest(
+                request.model_name,
+                inputs,
+                request.model_version,
+                request.id,
+                request.outputs,
+                request.parameters,
+                request.sequence,
+                request.priority,
+                request.timeout_us,
+            )
+        return request, rows, signature
+
+    def _check_names(self, request: InferRequest, names: tuple[str, ...]) -> None:
+        given = set(names)
+        if len(given) != len(names):
+            twice = next(name for index, name in enumerate(names) if name in names[:index])
+            raise InvalidArgument(f"{_id(request)}input '{twice}' already exists in request")
+        if not len(self._required) <= len(names) <= len(self._order):
+            if len(self._required) == len(self._order):
+                expected = f"expected {len(self._order)} inputs"
+            else:
+                expected = f"expected number of inputs between {len(self._required)} and {len(self._order)}"
+            got = ",".join(f"'{name}'" for name in reversed(names))
+            missing = [f"'{name}'" for name in self._order if name in self._required and name not in given]
+            # The bracket is only opened before the first missing name: Triton's text as recorded.
+            missing_text = f"[{','.join(missing)}]" if missing else "]"
+            raise InvalidArgument(
+                f"{_id(request)}{expected} but got {len(names)} inputs for model '{self._model}'. Got input(s) [{got}], "
+                f"but missing required input(s) {missing_text}. Please provide all required input(s)."
+            )
+        for name in reversed(names):
+            if name not in self._inputs:
+                raise InvalidArgument(f"unexpected inference input '{name}' for model '{self._model}'")
+
+    def _rows(self, request: InferRequest) -> int:
+        rows = 0
+        for tensor in reversed(request.inputs):
+            if not tensor.shape:
+                # Without any dimension the shape is wrong in a way that the shape check words best.
+                if self._inputs[tensor.name].dims:
+                    raise InvalidArgument(
+                        f"{_id(request)}input '{tensor.name}' has no shape but model requires batch dimension for "
+                        f"'{self._model}'"
+                    )
+                continue
+            if rows == 0:
+                rows = tensor.shape[0]
+            elif tensor.shape[0] != rows:
+                raise InvalidArgument(
+                    f"{_id(request)}input '{tensor.name}' batch size does not match other inputs for '{self._model}'"
+                )
+        if rows > self._max_batch_size:
+            raise InvalidArgument(
+                f"{_id(request)}inference request batch-size must be <= {self._max_batch_size} for '{self._model}'"
+            )
+        return rows
+
+    def _mismatch(self, request: InferRequest) -> InvalidArgument:
+        batching = self._max_batch_size > 0
+        for tensor in reversed(request.inputs):
+            spec = self._inputs[tensor.name]
+            if tensor.datatype is not spec.datatype:
+                return InvalidArgument(
+                    f"{_id(request)}inference input '{tensor.name}' data-type is '{tensor.datatype.name}', but model "
+                    f"'{self._model}' expects '{spec.datatype.name}'"
+                )
+            if not _matches(tensor.shape[1:] if batching else tensor.shape, spec.dims):
+                if -1 in tensor.shape or any(extent < -1 for extent in tensor.shape):
+                    return InvalidArgument(
+                        f"{_id(request)}All input dimensions should be specified for input '{tensor.name}' for model "
+                        f"'{self._model}', got {_shape(tensor.shape)}"
+                    )
+                expected = (-1, *spec.dims) if batching else spec.dims
+                return InvalidArgument(
+                    f"{_id(request)}unexpected shape for input '{tensor.name}' for model '{self._model}'. Expected "
+                    f"{_shape(expected)}, got {_shape(tensor.shape)}. {_BATCH_NOTE if batching else ''}"
+                )
+        raise AssertionError("this is a bug: a mismatch that cannot be found again")
+
+    def _check_size(self, request: InferRequest, tensor: Tensor, size: int) -> None:
+        # A first dimension of 0 counts as no batch at all: Triton then expects the bytes of one row (gotcha 3).
+        shape = tensor.shape if not self._max_batch_size or tensor.shape[0] else tensor.shape[1:]
+        count = _elements(shape)
+        if tensor.datatype is DataType.BYTES:
+            _check_bytes(request, tensor, count, self._model)
+            return
+        expected = count * tensor.datatype.byte_size
+        if size != expected or (self._max_batch_size and not tensor.shape[0]):
+            raise InvalidArgument(
+                f"{_id(request)}input byte size mismatch for input '{tensor.name}' for model '{self._model}'. Expected "
+                f"{expected}, got {size}"
+            )
+
+    def _reshaped(self, tensor: Tensor) -> Tensor:
+        reshape = self._inputs[tensor.name].reshape
+        if reshape is None:
+            return tensor
+        dims = tensor.shape[1:] if self._max_batch_size else tensor.shape
+        shape = reshaped(dims, self._inputs[tensor.name].dims, reshape)
+        return Tensor(
+            tensor.name, tensor.datatype, (tensor.shape[0], *shape) if self._max_batch_size else shape, tensor.data
+        )
+
+
+def reshaped(dims: tuple[int, ...], given: tuple[int, ...], wanted: tuple[int, ...]) -> tuple[int, ...]:
+    """`dims`, which match the configured `given`, in the configured shape `wanted`: the -1s are paired in order.
+
+    >>> reshaped((4, 7), (4, -1), (2, 2, -1))
+    (2, 2, 7)
+    """
+    variable = iter([extent for extent, configured in zip(dims, given, strict=True) if configured == -1])
+    return tuple([next(variable) if extent == -1 else extent for extent in wanted])
+
+
+def output_reshape(config: ModelConfig) -> Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]] | None:
+    """Puts a model's outputs into the shapes of the configuration; None where no output has a `reshape`."""
+    specs: Mapping[str, TensorConfig] = {
+        name: tensor for name, tensor in config.outputs.items() if tensor.reshape is not None
+    }
+    if not specs:
+        return None
+    batching = config.max_batch_size > 0
+
+    def put(tensor: Tensor) -> Tensor:
+        spec = specs.get(tensor.name)
+        if spec is None or spec.reshape is None:
+            return tensor
+        dims = tensor.shape[1:] if batching else tensor.shape
+        if len(dims) != len(spec.reshape):
+            return tensor
+        shape = reshaped(dims, spec.reshape, spec.dims)
+        return Tensor(tensor.name, tensor.datatype, (tensor.shape[0], *shape) if batching else shape, tensor.data)
+
+    return lambda tensors: tuple([put(tensor) for tensor in tensors])
+
+
+def _check_bytes(request: InferRequest, tensor: Tensor, expected: int, model: str) -> None:
+    """Walks the length prefixes of a BYTES tensor."""
+    data: Buffer = tensor.data
+    end = len(data)
+    at = count = 0
+    unpack = _LENGTH.unpack_from
+    while at < end:
+        if count >= expected:
+            raise InvalidArgument(
+                f"{_id(request)}unexpected number of string elements {count + 1} for inference input '{tensor.name}' "
+                f"for model '{model}', expecting {expected}"
+            )
+        if end - at < 4:
+            raise InvalidArgument(
+                f"{_id(request)}incomplete string length indicator for inference input '{tensor.name}' for model "
+                f"'{model}', expecting 4 bytes but only {end - at} bytes available. Please make sure the string length "
+                "indicator is in one buffer."
+            )
+        (length,) = unpack(data, at)
+        at += 4
+        if length > end - at:
+            raise InvalidArgument(
+                f"incomplete string data for inference input '{tensor.name}', expecting string of length {length} but "
+                f"only {end - at} bytes available"
+            )
+        at += length
+        count += 1
+    if count != expected:
+        raise InvalidArgument(
+            f"{_id(request)}expected {expected} string elements for inference input '{tensor.name}' for model '{model}', "
+            f"got {count}"
+        )
+
+
+def _id(request: InferRequest) -> str:
+    return f"[request id: {request.id or '<id_unknown>'}] "
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return f"[{','.join(map(str, shape))}]"
+
+
+def _elements(shape: tuple[int, ...]) -> int:
+    count = 1
+    for extent in shape:
+        count *= extent
+    return count
+
+
+def _matches(dims: tuple[int, ...], configured: tuple[int, ...]) -> bool:
+    if len(dims) != len(configured):
+        return False
+    for extent, wanted in zip(dims, configured, strict=True):
+        if extent < 0 or (wanted not in (-1, extent)):
+            return False
+    return True

@@ -1,0 +1,230 @@
+"""The request queue of a dynamic batcher: pure decisions, no clock, no I/O.
+
+How a batch is formed. Calls wait in levels (priority 1 first), each first in, first out; behind them the calls of
+that level whose time ran out under a DELAY policy. A batch is the longest run from the front whose rows fit
+`max_batch_size` and whose signatures are equal: a call that does not fit closes the batch, it is never skipped,
+because skipping would let small requests starve a large one. Whether the run is sent now:
+
+    the run is closed (full, or the next call cannot join)     send it
+    a preferred size was passed on the way                     send the largest one passed
+    the oldest call has waited `max_delay_ns`                  send everything
+    otherwise                                                  wait until it has
+
+Cancelled calls leave through `remove`; expired ones are found when `take` is asked and their time has come.
+Every call put in comes out exactly once: in a batch, as rejected, or removed.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Protocol
+
+import msgspec
+
+from naiad.errors import Unavailable
+
+
+class Queued(Protocol):
+    """What the queue must know of a call; it writes `level` and `deadline_ns`."""
+
+    rows: int
+    signature: object
+    queued_ns: int
+    level: int
+    deadline_ns: int
+    ended: bool
+
+
+class QueuePolicy(msgspec.Struct, frozen=True):
+    """When a call of a level may not wait any longer. 0 is "no limit". `delay`: move it behind instead of refusing."""
+
+    max_queue_size: int = 0
+    default_timeout_us: int = 0
+    allow_timeout_override: bool = False
+    delay: bool = False
+
+    def timeout_us(self, requested_us: int) -> int:
+        """The timeout of a call that asked for `requested_us`: its own where that is allowed and shorter."""
+        if self.allow_timeout_override and 0 < requested_us < self.default_timeout_us:
+            return requested_us
+        return self.default_timeout_us
+
+
+class Batch(msgspec.Struct, frozen=True):
+    """Take these calls now."""
+
+    calls: list["Queued"]
+    rows: int
+    reason: str
+
+
+class WaitUntil(msgspec.Struct, frozen=True):
+    """Ask again at this time at the latest."""
+
+    time_ns: int
+
+
+class Empty(msgspec.Struct, frozen=True):
+    """Nothing waits."""
+
+
+Decision = Batch | WaitUntil | Empty
+_EMPTY = Empty()
+_NEVER = 1 << 63
+
+
+class _Level:
+    __slots__ = ("behind", "calls", "policy", "size")
+
+    def __init__(self, policy: QueuePolicy) -> None:
+        self.policy = policy
+        self.calls: deque[Queued] = deque()
+        #: Calls whose timeout passed under a DELAY policy.
+        self.behind: deque[Queued] = deque()
+        self.size = 0
+
+
+class RequestQueue:
+    """Calls that wait for an instance. `max_batch_size` 0 or 1, or `merge` off: every call is a batch of its own."""
+
+    def __init__(
+        self,
+        max_batch_size: int,
+        *,
+        merge: bool = True,
+        preferred: tuple[int, ...] = (),
+        max_delay_ns: int = 0,
+        levels: int = 0,
+        default_level: int = 0,
+        default_policy: QueuePolicy | None = None,
+        policies: Mapping[int, QueuePolicy] | None = None,
+    ) -> None:
+        self._max_rows = max_batch_size if merge else 0
+        self._preferred = frozenset(preferred)
+        self._max_delay_ns = max_delay_ns
+        self._default_level = default_level
+        policy = default_policy or QueuePolicy()
+        numbers = range(1, levels + 1) if levels else range(1)
+        self._levels = {number: _Level((policies or {}).get(number, policy)) for number in numbers}
+        self._in_order = list(self._levels.values())
+        self._size = 0
+        #: No call expires before this.
+        self._next_deadline_ns = _NEVER
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __repr__(self) -> str:
+        return f"<RequestQueue {self._size} waiting, max rows {self._max_rows}>"
+
+    def put(self, call: Queued, now_ns: int, priority: int = 0, timeout_us: int = 0) -> None:
+        """Takes a call; raises Unavailable, with Triton's text, when its level is full."""
+        number = priority if priority in self._levels else self._default_level
+        level = self._levels[number]
+        policy = level.policy
+        if policy.max_queue_size and level.size >= policy.max_queue_size:
+            raise Unavailable("Exceeds maximum queue size")
+        call.level = number
+        limit_us = policy.timeout_us(timeout_us)
+        if limit_us:
+            call.deadline_ns = now_ns + limit_us * 1000
+            self._next_deadline_ns = min(self._next_deadline_ns, call.deadline_ns)
+        level.calls.append(call)
+        level.size += 1
+        self._size += 1
+
+    def remove(self, call: Queued) -> None:
+        """Takes out a call that waits here (its client has left)."""
+        level = self._levels[call.level]
+        try:
+            level.calls.remove(call)
+        except ValueError:
+            level.behind.remove(call)
+        level.size -= 1
+        self._size -= 1
+
+    def expired(self, now_ns: int) -> list[Queued]:
+        """Takes out the calls that are to be refused because they waited too long; delays those to be delayed."""
+        if now_ns < self._next_deadline_ns:
+            return []
+        rejected: list[Queued] = []
+        next_deadline_ns = _NEVER
+        for level in self._in_order:
+            kept: deque[Queued] = deque()
+            for call in level.calls:
+                if not call.deadline_ns or now_ns < call.deadline_ns:
+                    kept.append(call)
+                    next_deadline_ns = min(next_deadline_ns, call.deadline_ns or _NEVER)
+                elif level.policy.delay:
+                    level.behind.append(call)
+                else:
+                    rejected.append(call)
+                    level.size -= 1
+                    self._size -= 1
+            level.calls = kept
+        self._next_deadline_ns = next_deadline_ns
+        return rejected
+
+    @property
+    def next_deadline_ns(self) -> int | None:
+        """When `expired` should be asked next, at the latest."""
+        return None if self._next_deadline_ns == _NEVER else self._next_deadline_ns
+
+    def drain(self) -> list[Queued]:
+        """Takes out everything, in order."""
+        calls = list(self._waiting())
+        for level in self._in_order:
+            level.calls.clear()
+            level.behind.clear()
+            level.size = 0
+        self._size = 0
+        return calls
+
+    def take(self, now_ns: int) -> Decision:
+        """What to do at `now_ns`, given that an instance is idle."""
+        if not self._size:
+            return _EMPTY
+        waiting = self._waiting()
+        first = next(waiting)
+        if self._max_rows <= 1:
+            return self._pop(1, first.rows, "single")
+        rows = first.rows
+        count = 1
+        oldest_ns = first.queued_ns
+        preferred_count, preferred_rows = (1, rows) if rows in self._preferred else (0, 0)
+        closed = rows >= self._max_rows
+        if not closed:
+            for call in waiting:
+                if rows + call.rows > self._max_rows or call.signature != first.signature:
+                    closed = True
+                    break
+                rows += call.rows
+                count += 1
+                oldest_ns = min(oldest_ns, call.queued_ns)
+                if rows in self._preferred:
+                    preferred_count, preferred_rows = count, rows
+                if rows >= self._max_rows:
+                    closed = True
+                    break
+        if preferred_count:
+            return self._pop(preferred_count, preferred_rows, "preferred size")
+        if closed:
+            return self._pop(count, rows, "full")
+        send_at_ns = oldest_ns + self._max_delay_ns
+        if now_ns >= send_at_ns:
+            return self._pop(count, rows, "delay")
+        return WaitUntil(send_at_ns)
+
+    def _waiting(self) -> Iterator[Queued]:
+        for level in self._in_order:
+            yield from level.calls
+            yield from level.behind
+
+    def _pop(self, count: int, rows: int, reason: str) -> Batch:
+        calls: list[Queued] = []
+        for level in self._in_order:
+            for waiting in (level.calls, level.behind):
+                while waiting and len(calls) < count:
+                    calls.append(waiting.popleft())
+                    level.size -= 1
+        self._size -= count
+        return Batch(calls, rows, reason)

@@ -1,0 +1,123 @@
+"""Calls and the face of a scheduler. On the event loop.
+
+A call is the fact that somebody waits for a model. It ends exactly once, and its end gives the lease of the model
+version back and counts it. Schedulers decide which calls run together; they do not know protocols.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any, Literal, Protocol
+
+from naiad.errors import Cancelled, NaiadError
+from naiad.messages import InferRequest, ModelStatistics, ResponseSink, Result
+
+FailureReason = Literal["REJECTED", "CANCELED", "BACKEND", "OTHER"]
+
+
+class Scheduler(Protocol):
+    """Takes calls of one model version and sees to it that each ends."""
+
+    @property
+    def pending(self) -> int:
+        """Calls submitted and not yet handed to an instance."""
+
+    def submit(self, call: "Call") -> None:
+        """Takes a call. Raises NaiadError instead when it is refused at once (full queue, closed)."""
+
+    def withdraw(self, call: "Call") -> None:
+        """The client of `call` has left: take it out of the queue, or tell whoever works on it."""
+
+    async def close(self) -> None:
+        """Stops taking calls. Those submitted are still answered, or failed when there is nobody left to do it."""
+
+
+class Lease(Protocol):
+    """What a call holds of its model version."""
+
+    statistics: ModelStatistics
+
+    def release(self) -> None: ...
+
+
+class Call:
+    """One request on its way. Made by the engine; owned by the scheduler it was submitted to.
+
+    `rows` is its batch dimension (1 where the model does not batch). `signature` tells which calls may share a
+    batch: equal ones, None being equal to None. Times are `time.monotonic_ns`.
+    """
+
+    __slots__ = (
+        "cancelled",
+        "deadline_ns",
+        "ended",
+        "execution",
+        "index",
+        "lease",
+        "level",
+        "queued_ns",
+        "request",
+        "rows",
+        "scheduler",
+        "signature",
+        "sink",
+    )
+
+    def __init__(
+        self,
+        request: InferRequest,
+        rows: int,
+        signature: object,
+        sink: ResponseSink,
+        lease: Lease,
+        scheduler: Scheduler,
+    ) -> None:
+        self.request = request
+        self.rows = rows
+        self.signature = signature
+        self.sink = sink
+        self.lease = lease
+        self.scheduler = scheduler
+        self.queued_ns = time.monotonic_ns()
+        self.level = 0
+        self.deadline_ns = 0
+        self.cancelled = False
+        self.ended = False
+        #: The batch that took the call and its place there; what `withdraw` needs to find it again.
+        self.execution: Any = None
+        self.index = 0
+
+    def __repr__(self) -> str:
+        state = "ended" if self.ended else "cancelled" if self.cancelled else "running" if self.execution else "queued"
+        return f"<Call {self.request.model_name} id={self.request.id!r} rows={self.rows} {state}>"
+
+    def deliver(self, result: Result | None, final: bool) -> None:
+        """Hands a result to whoever waits; the last one ends the call."""
+        assert not self.ended, f"this is a bug: {self!r} is answered twice"
+        if final:
+            self.ended = True
+            self.lease.release()
+        self.sink.send(result, final)
+
+    def fail(self, error: NaiadError, reason: FailureReason) -> None:
+        """Ends a call that no instance has answered, and counts it as failed."""
+        statistics = self.lease.statistics
+        statistics.failures[reason] += 1
+        statistics.infer.fail.add(time.monotonic_ns() - self.queued_ns)
+        self.deliver(error, True)
+
+    def cancel(self) -> None:
+        """The client has left. A queued call ends now; a running one when its instance answers."""
+        if not self.ended and not self.cancelled:
+            self.cancelled = True
+            self.scheduler.withdraw(self)
+
+    def fail_cancelled(self) -> None:
+        self.fail(Cancelled(""), "CANCELED")
+
+
+def safely(report: Callable[[str, BaseException], None], text: str, act: Callable[[], None]) -> None:
+    """Runs `act`; an exception is reported, not raised: used where one call's trouble must not become another's."""
+    try:
+        act()
+    except Exception as error:
+        report(text, error)
