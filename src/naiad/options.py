@@ -102,6 +102,11 @@ def _int(text: str) -> int:
     return int(text)
 
 
+def _level(text: str) -> int:
+    """A number, or a boolean for 1 and 0."""
+    return _int({"true": "1", "false": "0"}.get(text.lower(), text))
+
+
 def _float(text: str) -> float:
     try:
         return float(text)
@@ -124,10 +129,11 @@ def _client_shm(text: str) -> str:
     return "true" if parse_bool(text) else "false"
 
 
-def _key_value(text: str, format_text: str) -> tuple[str, str]:
-    key, equals, value = text.partition("=")
+def _key_value(setting: str, flag: str, form: str, text: str) -> tuple[str, str]:
+    """The two sides of `<setting>=<value>`, which is the `text` of an option or a part of it."""
+    key, equals, value = setting.partition("=")
     if not equals or not key or not value:
-        raise ValueError(f"{format_text}. Got {text}")
+        raise ValueError(f"{flag} option format is {form}. Got {text}")
     return key, value
 
 
@@ -146,17 +152,16 @@ def _restriction(flag: str) -> Callable[[str], Restriction]:
 
 
 def _backend_setting(text: str) -> BackendSetting:
-    format_text = "--backend-config option format is '<backend name>,<setting>=<value>'"
     scope, comma, rest = text.partition(",")
     # `--backend-config=<setting>=<value>` is for all backends; a comma may then be part of the value.
     if not comma or "=" in scope:
         scope, rest = "", text
     elif not scope:
-        rest = text[1:]
-    key, value = _key_value(rest, format_text) if rest else ("", "")
-    if not key:
-        raise ValueError(f"{format_text}. Got {text}")
-    return BackendSetting(scope, key, value)
+        raise ValueError(
+            "No backend specified. --backend-config option format is <backend name>,<setting>=<value> or "
+            f"<setting>=<value>. Got {text}"
+        )
+    return BackendSetting(scope, *_key_value(rest, "--backend-config", "'<backend name>,<setting>=<value>'", text))
 
 
 def _cache_setting(text: str) -> Setting:
@@ -165,7 +170,7 @@ def _cache_setting(text: str) -> Setting:
         raise ValueError(
             f"No cache specified. --cache-config option format is <cache name>,<setting>=<value>. Got {text}"
         )
-    return Setting(scope, *_key_value(rest, "--cache-config option format is '<cache name>,<setting>=<value>'"))
+    return Setting(scope, *_key_value(rest, "--cache-config", "<cache name>,<setting>=<value>", text))
 
 
 def _trace_setting(text: str) -> Setting:
@@ -176,7 +181,7 @@ def _trace_setting(text: str) -> Setting:
         raise ValueError(
             f'invalid value for trace mode option: {scope}. Available options are "triton" and "opentelemetry"'
         )
-    key, value = _key_value(rest, "--trace-config option format is '<mode>,<setting>=<value>'")
+    key, value = _key_value(rest, "--trace-config", "'<trace mode>,<setting>=<value>'", text)
     if not scope:
         if key == "level":
             if value.lower() not in ("true", "on", "1", "min", "max", "off", "timestamps", "tensors"):
@@ -195,7 +200,7 @@ def _trace_setting(text: str) -> Setting:
 
 def _metrics_setting(text: str) -> tuple[str, str]:
     """One `--metrics-config`: the name and the text of a setting that `metrics_settings` understands."""
-    key, value = _key_value(text, "--metrics-config option format is <setting>=<value>")
+    key, value = _key_value(text, "--metrics-config", "<setting>=<value>", text)
     if key in ("counter_latencies", "summary_latencies", "histogram_latencies"):
         parse_bool(value)
     elif key == "summary_quantiles":
@@ -367,6 +372,7 @@ class ServerOptions:
         0,
         "Verbose logging level. 0 disables verbose logging, 1 and more enable it.",
         kind=int,
+        parse=_level,
         check=_at_least(0),
     )
     log_info: bool = _logging("--log-info", True, "Log at the level info.", kind=bool)

@@ -1,0 +1,93 @@
+"""Watching model repositories: which changes count, and when somebody looks.
+
+`Settled` is pure: a model counts as changed once two scans in a row saw the same, so that a half-copied model is not
+loaded. `changes` is the shell around it; it runs on the event loop and scans in a thread.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TypeVar
+
+from naiad.repository.snapshot import Snapshot, scan
+
+#: How soon a change is looked at again, to see whether the writing has ended.
+SETTLE_S = 1.0
+
+T = TypeVar("T")
+
+
+class Settled:
+    """The snapshot without what is still being written.
+
+    Each model settles by itself, so one that changes all the time does not hold up the others. What is known of a
+    repository that could not be read stays as it was: its models are neither changed nor removed.
+    """
+
+    def __init__(self, start: Snapshot) -> None:
+        self.current = start
+        self.waiting = False  #: whether something has changed and awaits a second look
+        self._seen = start
+
+    def __repr__(self) -> str:
+        return f"<Settled models={sorted(self.current.models)} waiting={self.waiting}>"
+
+    def observe(self, seen: Snapshot) -> Snapshot | None:
+        """Takes a scan. The new snapshot if something has settled, else None."""
+        seen = _with_unreadable(seen, self.current)
+        last, self._seen = self._seen, seen
+        settled = Snapshot(
+            models=_settle(self.current.models, last.models, seen.models),
+            duplicates=_settle(self.current.duplicates, last.duplicates, seen.duplicates),
+            failures=_settle(self.current.failures, last.failures, seen.failures),
+        )
+        self.waiting = settled != seen
+        if settled == self.current:
+            return None
+        self.current = settled
+        return settled
+
+
+def _settle(current: Mapping[str, T], last: Mapping[str, T], seen: Mapping[str, T]) -> dict[str, T]:
+    """What was seen twice, and the current state of everything else."""
+    result = {}
+    for name in sorted(current.keys() | seen.keys()):
+        twice = seen.get(name) == last.get(name)
+        value = seen.get(name) if twice else current.get(name)
+        if value is not None:
+            result[name] = value
+    return result
+
+
+def _with_unreadable(seen: Snapshot, current: Snapshot) -> Snapshot:
+    """`seen`, with the models of unreadable repositories taken over from `current`."""
+    kept = {
+        name: model
+        for name, model in current.models.items()
+        if model.repository in seen.failures and name not in seen.models and name not in seen.duplicates
+    }
+    if not kept:
+        return seen
+    return Snapshot(dict(sorted({**seen.models, **kept}.items())), seen.duplicates, seen.failures)
+
+
+async def changes(
+    repositories: Iterable[str | Path],
+    interval_s: float,
+    start: Snapshot,
+    *,
+    look: Callable[[list[str | Path]], Snapshot] = scan,
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+) -> AsyncIterator[Snapshot]:
+    """Complete snapshots of the repositories, one after each settled change since `start`.
+
+    Looks every `interval_s` seconds, and again after SETTLE_S while something is being written. An interval of 0
+    ends at once: nobody looks. `look` is called in a thread.
+    """
+    paths = list(repositories)
+    settled = Settled(start)
+    while interval_s > 0:
+        await sleep(min(SETTLE_S, interval_s) if settled.waiting else interval_s)
+        snapshot = settled.observe(await asyncio.to_thread(look, paths))
+        if snapshot is not None:
+            yield snapshot

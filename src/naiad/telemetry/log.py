@@ -1,0 +1,220 @@
+"""The server's log, in Triton's formats, and its settings that clients can read and change.
+
+One `Log` per process; `log` below is the server's. Lines go to stdout (info) or stderr (warnings, errors), or all to
+a file. Called on the event loop, and by library threads through `bridge`; a line is one write. Nothing on the way
+of a request logs; who logs verbosely asks `log.verbose_level` first.
+"""
+
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Mapping
+from types import FrameType
+from typing import Any, Literal, TextIO
+
+from naiad.errors import Internal, InvalidArgument, NaiadError, Unavailable, Unsupported
+
+Level = Literal["ERROR", "WARNING", "INFO", "VERBOSE"]
+
+#: The settings clients see, in the order of Triton's answers, and the type of each.
+SETTINGS: dict[str, type] = {
+    "log_file": str,
+    "log_info": bool,
+    "log_warning": bool,
+    "log_error": bool,
+    "log_verbose_level": int,
+    "log_format": str,
+}
+FORMATS = ("default", "ISO8601")
+_WRONG_TYPE = {
+    str: "attempt to access JSON non-string as string",
+    bool: "attempt to access JSON non-boolean as boolean",
+    int: "attempt to access JSON non-unsigned-integer as unsigned-integer",
+}
+
+
+class Log:
+    """Writes lines, as the settings say. The settings are plain attributes; `update` changes them checked."""
+
+    def __init__(self, *, escape: bool = True) -> None:
+        self.log_file = ""
+        self.log_info = True
+        self.log_warning = True
+        self.log_error = True
+        self.verbose_level = 0
+        self.log_format: str = "default"
+        self.escape = escape
+        self._file: TextIO | None = None
+
+    def configure(
+        self,
+        *,
+        verbose: int = 0,
+        info: bool = True,
+        warning: bool = True,
+        error: bool = True,
+        format: str = "default",
+        file: str = "",
+    ) -> None:
+        """Applies the options of the command line. Raises InvalidArgument if the file cannot be opened.
+
+        TRITON_SERVER_ESCAPE_LOG_MESSAGES=0 in the environment leaves messages as they are, line breaks included.
+        """
+        self.escape = os.environ.get("TRITON_SERVER_ESCAPE_LOG_MESSAGES", "1").lower() not in ("0", "false", "off")
+        self.log_info, self.log_warning, self.log_error = info, warning, error
+        self.verbose_level, self.log_format = verbose, format
+        self.close()
+        if file:
+            try:
+                self._file = open(file, "a", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115 - until close
+            except OSError as reason:
+                raise InvalidArgument(f"Failed to open log file '{file}': {reason.strerror}") from reason
+        self.log_file = file
+
+    def close(self) -> None:
+        """Closes the log file; later lines go to the console."""
+        if self._file is not None:
+            self._file.close()
+        self._file = None
+        self.log_file = ""
+
+    # ------------------------------------------------------------ lines
+
+    def info(self, message: str) -> None:
+        if self.log_info:
+            self._line("I", message, *_place())
+
+    def warning(self, message: str) -> None:
+        if self.log_warning:
+            self._line("W", message, *_place())
+
+    def error(self, message: str) -> None:
+        if self.log_error:
+            self._line("E", message, *_place())
+
+    def verbose(self, message: str, level: int = 1) -> None:
+        if self.verbose_level >= level:
+            self._line("I", message, *_place())
+
+    def table(self, text: str) -> None:
+        """Logs lines that must stay as they are, at the level info."""
+        if self.log_info:
+            self._line("I", "\n" + text, *_place(), escape=False)
+
+    def write(self, level: Level, message: str, file: str, line: int) -> None:
+        """Writes a line as of `file:line`, if its level is on: for code in hosts and in libraries."""
+        if level == "VERBOSE":
+            wanted = self.verbose_level >= 1
+        else:
+            wanted = {"ERROR": self.log_error, "WARNING": self.log_warning, "INFO": self.log_info}[level]
+        if wanted:
+            self._line("I" if level == "VERBOSE" else level[0], message, file, line)
+
+    def _line(self, severity: str, message: str, file: str, line: int, escape: bool = True) -> None:
+        head = prefix(severity, time.time_ns(), os.getpid(), os.path.basename(file), line, self.log_format)
+        if escape and self.escape:
+            message = json.dumps(message, ensure_ascii=False)
+        sink: TextIO = self._file or (sys.stdout if severity == "I" else sys.stderr)
+        try:
+            sink.write(f"{head}] {message}\n")
+            sink.flush()
+        except (OSError, ValueError, UnicodeError):
+            pass  # a log that cannot be written must not stop the server
+
+    # ------------------------------------------------------------ settings
+
+    def get(self, model: str | None = None) -> dict[str, bool | int | str]:
+        """The settings as clients see them. They are the server's: `model` makes no difference."""
+        return {
+            "log_file": self.log_file,
+            "log_info": self.log_info,
+            "log_warning": self.log_warning,
+            "log_error": self.log_error,
+            "log_verbose_level": self.verbose_level,
+            "log_format": self.log_format,
+        }
+
+    def update(self, model: str | None, values: Mapping[str, Any]) -> dict[str, bool | int | str]:
+        """Changes the settings in `values`, all or none; None leaves one as it is, unknown ones are ignored.
+
+        Returns all settings. Raises Triton's errors: Unsupported for the file, Internal for a wrong type,
+        Unavailable for an unknown format.
+        """
+        given: dict[str, Any] = {key: values[key] for key in SETTINGS if values.get(key) is not None}
+        for key, value in given.items():
+            problem = _problem(key, value)
+            if problem is not None:
+                raise problem
+        if "log_verbose_level" in given:
+            self.verbose_level = given.pop("log_verbose_level")
+        for key, value in given.items():
+            setattr(self, key, value)
+        return self.get(model)
+
+
+def _problem(key: str, value: Any) -> NaiadError | None:
+    kind = SETTINGS[key]
+    if key == "log_file":
+        return Unsupported("log file location can not be updated through network protocol")
+    if type(value) is not kind or (isinstance(value, int) and not 0 <= value < 2**32):
+        return Internal(_WRONG_TYPE[kind])
+    if key == "log_format" and value not in FORMATS:
+        return Unavailable(f"invalid argument for --log_format, got: {value}")
+    return None
+
+
+def prefix(severity: str, time_ns: int, pid: int, file: str, line: int, format: str) -> str:
+    """The beginning of a line up to the bracket, times in UTC:
+
+    default: `I1121 05:11:45.934966 6330 server.py:241`
+    ISO8601: `2026-11-21T05:11:45Z I 6330 server.py:241`
+    """
+    seconds, rest = divmod(time_ns, 1_000_000_000)
+    utc = time.gmtime(seconds)
+    if format == "ISO8601":
+        return f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', utc)} {severity} {pid} {file}:{line}"
+    return f"{severity}{time.strftime('%m%d %H:%M:%S', utc)}.{rest // 1000:06d} {pid} {file}:{line}"
+
+
+def _place() -> tuple[str, int]:
+    """File and line of the caller of the method that called this."""
+    frame: FrameType = sys._getframe(2)
+    return frame.f_code.co_filename, frame.f_lineno
+
+
+class _Bridge(logging.Handler):
+    """Passes records of Python's `logging` on."""
+
+    def __init__(self, log: Log) -> None:
+        super().__init__()
+        self._log = log
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.levelno >= logging.ERROR:
+            level: Level = "ERROR"
+        elif record.levelno >= logging.WARNING:
+            level = "WARNING"
+        else:
+            # What libraries tell about themselves is of interest to who looks for something.
+            level = "VERBOSE"
+        try:
+            message = record.getMessage()
+            if record.exc_info and record.exc_info[1] is not None:
+                message += "\n" + (record.exc_text or logging.Formatter().formatException(record.exc_info))
+        except Exception:
+            self.handleError(record)
+            return
+        self._log.write(level, message, record.pathname, record.lineno)
+
+
+def bridge(log: Log, logger: logging.Logger | None = None) -> None:
+    """Sends what libraries write with `logging` to `log`; without a logger, of all libraries. For the server only."""
+    target = logger if logger is not None else logging.getLogger()
+    for handler in [handler for handler in target.handlers if isinstance(handler, _Bridge)]:
+        target.removeHandler(handler)
+    target.addHandler(_Bridge(log))
+
+
+log = Log()
