@@ -1,0 +1,209 @@
+"""From a model directory to a `ModelConfig`, in the stages in which Triton finds out what is wrong. Does the I/O;
+called in a thread.
+
+1. `read_draft` reads the configuration (override, `configs/<name>.pbtxt`, `config.pbtxt`, in this order), completes
+   it from the files and by default and checks what needs no backend. With auto-completion off inputs and outputs
+   are checked too, and the file must exist. Failure: PollFailed, "failed to load 'X', failed to poll from model
+   repository"; a client is not told more, so log its `reason` and show it in the index.
+2. The caller picks the versions: `draft.version_policy.select(versions)`.
+3. `prepare` fills in and checks the instance groups; it answers what the backend's `autocomplete` gets to see.
+4. `finish` merges what the backend proposed, completes, checks everything and makes the `ModelConfig`.
+5. `read_labels` reads the label files.
+
+What 3 to 5 raise is text for the client; the caller puts it into "load failed for model 'X': version N is at
+UNAVAILABLE state: <kind>: <text>;\n". An ensemble has no step 3 worth the name, and `validate.resolve_ensemble`
+after 4, with the configurations of its models.
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tritonclient.grpc.model_config_pb2 import ModelConfig as Proto
+
+from naiad.config import complete, validate
+from naiad.config.complete import PreferredGroup
+from naiad.config.model_config import ModelConfig, VersionPolicy, version_policy
+from naiad.config.parse import ConfigDict, parse_json, parse_text, to_dict
+from naiad.errors import Internal, InvalidArgument, NaiadError, NotFound, Unsupported
+
+
+class PollFailed(Internal):
+    """The configuration of a model cannot be used. `reason` says why; its cause is the error itself."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(f"failed to load '{name}', failed to poll from model repository")
+        self.name = name
+        self.reason = reason
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Draft:
+    """A configuration that has passed what can be checked without its backend. `proto` is for reading only.
+
+    `provided` says that somebody wrote a configuration; without one the backend must bring it. `source` is the
+    file it came from, "override" or "".
+    """
+
+    name: str
+    directory: Path
+    proto: Proto
+    provided: bool
+    source: str
+    gpus: tuple[int, ...] = ()
+
+    @property
+    def backend(self) -> str:
+        return str(self.proto.backend)
+
+    @property
+    def is_ensemble(self) -> bool:
+        return bool(self.proto.HasField("ensemble_scheduling"))
+
+    @property
+    def ensemble_models(self) -> list[str]:
+        """The names of the models that an ensemble's steps use, each once."""
+        return list(dict.fromkeys(step.model_name for step in self.proto.ensemble_scheduling.step))
+
+    @property
+    def version_policy(self) -> VersionPolicy:
+        return version_policy(self.proto)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Draft) and bool(self.proto == other.proto)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def config_path(directory: Path, config_name: str = "") -> Path:
+    """The file to read: `configs/<config_name>.pbtxt` if there is one, else `config.pbtxt`. It may not exist."""
+    if config_name:
+        path = directory / "configs" / f"{config_name}.pbtxt"
+        if path.exists():
+            return path
+    return directory / "config.pbtxt"
+
+
+def read_draft(
+    directory: Path,
+    name: str,
+    *,
+    config_name: str = "",
+    override: str | bytes | None = None,
+    auto_complete: bool = True,
+    gpus: int | Sequence[int] = 0,
+) -> Draft:
+    """Reads and checks the configuration of the model `name` in `directory`.
+
+    `config_name` is `--model-config-name`, `override` the JSON of a load request, `auto_complete` the opposite of
+    `--disable-auto-complete-config`, `gpus` the number or the ids of this machine's GPUs. Raises PollFailed.
+    """
+    try:
+        proto, source = _read(directory, config_name, override, auto_complete)
+        complete.from_files(proto, name, _first_version_entries(directory))
+        complete.defaults(proto)
+        problems = list(validate.config_problems(proto))
+        if not auto_complete:
+            problems += validate.io_problems(proto)
+        if proto.name != name:
+            problems.append(
+                f"unexpected directory name '{name}' for model '{proto.name}', directory name must equal model name"
+            )
+        validate.require(problems)
+    except NaiadError as error:
+        raise PollFailed(name, error.message) from error
+    except OSError as error:
+        raise PollFailed(name, f"failed to read {error.filename or directory}: {error.strerror}") from error
+    ids = tuple(range(gpus)) if isinstance(gpus, int) else tuple(gpus)
+    return Draft(name, directory, proto, bool(source), source, ids)
+
+
+def _read(directory: Path, config_name: str, override: str | bytes | None, auto_complete: bool) -> tuple[Proto, str]:
+    if override is not None:
+        try:
+            return parse_json(override), "override"
+        except InvalidArgument as error:
+            raise InvalidArgument(f"Invalid config override: {error.message}") from error
+    path = config_path(directory, config_name)
+    if auto_complete and not path.exists():
+        return Proto(), ""
+    return parse_text(_read_text(path), str(path)), str(path)
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise Internal(f"failed to open text file for read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise InvalidArgument(f"failed to read text proto from {path}: {error}") from error
+
+
+def _first_version_entries(directory: Path) -> dict[str, bool] | None:
+    """The names in the first folder, in the order of the alphabet, and whether each is a directory."""
+    with os.scandir(directory) as entries:
+        folders = sorted(entry.name for entry in entries if entry.is_dir())
+    if not folders:
+        return None
+    with os.scandir(directory / folders[0]) as entries:
+        return {entry.name: entry.is_dir() for entry in entries}
+
+
+def prepare(draft: Draft, *, preferred_groups: Sequence[PreferredGroup] = ()) -> ConfigDict:
+    """The configuration as the backend's `autocomplete` gets it: with its instance groups. Raises InvalidArgument.
+
+    Does no I/O, so it may run on the loop.
+    """
+    return to_dict(_with_instance_groups(draft, preferred_groups))
+
+
+def finish(
+    draft: Draft, proposal: ConfigDict | None = None, *, preferred_groups: Sequence[PreferredGroup] = ()
+) -> ModelConfig:
+    """The configuration with what the backend proposed (None: nothing), complete and checked.
+
+    Raises InvalidArgument, NotFound when there is no configuration at all, Internal for a proposal that is not
+    allowed. Does no I/O, so it may run on the loop.
+    """
+    proto = _with_instance_groups(draft, preferred_groups)
+    if proposal is not None:
+        complete.merge(proto, proposal)
+        complete.defaults(proto)
+    elif not draft.provided and draft.backend != "python":
+        # Triton's Python backend always brings a configuration, even one without inputs and outputs.
+        raise NotFound(f"model configuration is not provided for model '{draft.name}'")
+    validate.require(
+        [
+            *validate.config_problems(proto),
+            *validate.io_problems(proto),
+            *validate.scheduling_problems(proto),
+        ]
+    )
+    return ModelConfig(proto)
+
+
+def _with_instance_groups(draft: Draft, preferred_groups: Sequence[PreferredGroup]) -> Proto:
+    proto = Proto()
+    proto.CopyFrom(draft.proto)
+    complete.instance_groups(proto, draft.gpus, preferred_groups)
+    validate.require(validate.instance_group_problems(proto, draft.gpus))
+    return proto
+
+
+def read_labels(directory: Path, config: ModelConfig) -> dict[str, list[str]]:
+    """The lines of the label files, by output name. Raises Unsupported for a file outside of `directory`, Internal
+    for one that cannot be read."""
+    labels: dict[str, list[str]] = {}
+    for output in config.outputs.values():
+        if not output.label_filename:
+            continue
+        path = directory / output.label_filename
+        if not path.resolve().is_relative_to(directory.resolve()):
+            raise Unsupported(
+                f"label file path '{path}' for output '{output.name}' in model '{config.name}' is outside model "
+                "directory"
+            )
+        lines = _read_text(path).split("\n")
+        labels[output.name] = lines[:-1] if lines[-1] == "" else lines
+    return labels
