@@ -1,0 +1,538 @@
+"""Inference requests and responses of the HTTP protocol: a JSON header and, after it, binary tensors. Pure.
+
+Bytes in, `(InferRequest, OutputPlan)` out, and an `InferResponse` back into bytes. Texts, kinds of error and the order
+of checks are Triton's (reference 3.3 to 3.5); what depends on the model's configuration is checked by the engine.
+Nothing here touches the event loop, so large texts may be decoded in a thread.
+"""
+
+import array
+import re
+import struct
+from collections.abc import Callable, Mapping
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from naiad.config.model_config import ModelConfig
+from naiad.datatypes import BY_NAME, Buffer, DataType
+from naiad.errors import Internal, InvalidArgument
+from naiad.messages import InferRequest, InferResponse, ParameterValue, SequenceControl, Tensor
+from naiad.protocol.json_text import (
+    IS_BOOLEAN,
+    IS_NUMBER,
+    IS_SIGNED,
+    IS_UNSIGNED,
+    array_member,
+    boolean_member,
+    dump,
+    encode,
+    members,
+    parse,
+    string_member,
+    too_deep,
+    unsigned_member,
+)
+from naiad.protocol.outputs import ALL_BINARY, ALL_JSON, OutputPlan, OutputSpec, classify
+
+DEFAULT_MAX_INPUT_SIZE = 67108864
+
+RegionInput = Callable[[str, int, int], Buffer]
+RegionOutput = Callable[[str, Buffer], None]
+Headers = list[tuple[str, str]]
+
+_LARGEST_COUNT = 2**63 - 1
+_DEEPEST_DATA = 100
+_LENGTH = struct.Struct("<I")
+_LEADING_INTEGER = re.compile(r"\s*([+-]?\d+)")
+#: Codes of the modules `array` and `struct`; FP16, BF16 and BYTES have none.
+_CODES: dict[DataType, str] = {
+    DataType.BOOL: "?",
+    DataType.UINT8: "B",
+    DataType.UINT16: "H",
+    DataType.UINT32: "I",
+    DataType.UINT64: "Q",
+    DataType.INT8: "b",
+    DataType.INT16: "h",
+    DataType.INT32: "i",
+    DataType.INT64: "q",
+    DataType.FP32: "f",
+    DataType.FP64: "d",
+}
+_FLOATS = frozenset((DataType.FP32, DataType.FP64))
+_UNSIGNED = frozenset((DataType.UINT8, DataType.UINT16, DataType.UINT32, DataType.UINT64))
+_BINARY_ONLY = frozenset((DataType.FP16, DataType.BF16))
+_ONLY_INT = frozenset((int,))
+_ONLY_BOOL = frozenset((bool,))
+_ONLY_STR = frozenset((str,))
+_NUMBERS = frozenset((int, float))
+_WRONG_COUNT = "Unable to parse 'data': Shape does not match true shape of 'data' field"
+#: From this many elements on numpy writes faster than a list of Python numbers does.
+_MANY = 256
+
+JSON_HEADERS: Headers = [("content-type", "application/json")]
+
+
+# --- requests
+
+
+def header_length(given: str | None, body_size: int) -> int:
+    """How many bytes of the body are JSON: `given` is the header Inference-Header-Content-Length. 0 is a raw request."""
+    if given is None:
+        return body_size
+    match = _LEADING_INTEGER.match(given)
+    length = int(match[1]) if match else 0
+    if not 0 <= length <= body_size:
+        raise InvalidArgument(f"inference header size should be in range (0, {body_size}), got: {given}")
+    return length
+
+
+def decode_request(
+    body: bytes,
+    json_size: int,
+    model_name: str,
+    model_version: int = -1,
+    region: RegionInput | None = None,
+    forwarded: Mapping[str, ParameterValue] | None = None,
+    max_input_size: int = DEFAULT_MAX_INPUT_SIZE,
+) -> tuple[InferRequest, OutputPlan]:
+    """The request in a body whose first `json_size` bytes are JSON and whose rest are binary tensors.
+
+    Data of binary tensors are views of the body. `region` gets the bytes of a shared-memory region by name, offset and
+    size; `forwarded` are parameters made of HTTP headers. Raises Internal for JSON that is malformed or of a wrong
+    type, as Triton does, else InvalidArgument.
+    """
+    if json_size > max_input_size:
+        raise InvalidArgument(
+            f"request JSON size of {json_size} bytes exceeds the maximum allowed input size of {max_input_size} bytes. "
+            "Use --http-max-input-size to increase the limit."
+        )
+    document = parse(body if json_size == len(body) else memoryview(body)[:json_size])
+    if type(document) is not dict:
+        document = {}
+    request_id = ""
+    if "id" in document:
+        request_id = string_member(document, "id", "Unable to parse 'id': ")
+    parameters: dict[str, ParameterValue] = dict(forwarded) if forwarded else {}
+    sequence: SequenceControl | None = None
+    priority = timeout_us = 0
+    binary_default = False
+    if "parameters" in document:
+        sequence, priority, timeout_us, binary_default = _read_parameters(document["parameters"], parameters)
+
+    tail = memoryview(body)
+    at = json_size
+    inputs: list[Tensor] = []
+    for item in array_member(document, "inputs", "Unable to parse 'inputs': "):
+        given = item.get("parameters") if type(item) is dict else None
+        if given or "data" not in item:
+            _check_source(item, given)
+        name = string_member(item, "name", "Unable to parse 'name': ")
+        datatype_name = string_member(item, "datatype", "Unable to parse 'datatype': ")
+        shape, count = _read_shape(name, array_member(item, "shape", "Unable to parse 'shape': "))
+        datatype = BY_NAME.get(datatype_name)
+        if datatype is None:
+            raise InvalidArgument(f"invalid datatype for input {name}")
+        data: Buffer
+        if given and "binary_data_size" in given:
+            size = unsigned_member(given, "binary_data_size", "Unable to parse 'binary_data_size': ")
+            end = at + size
+            if end > len(tail):
+                raise InvalidArgument(
+                    f"unexpected size for input '{name}', expecting {end - len(tail)} additional bytes "
+                    f"for model '{model_name}'"
+                )
+            data = tail[at:end]
+            at = end
+        elif given and "shared_memory_region" in given:
+            data = _read_region(given, region)
+        else:
+            data = tensor_data(name, datatype, count, item["data"], max_input_size)
+        inputs.append(Tensor(name, datatype, shape, data))
+    if at != len(tail):
+        raise InvalidArgument(f"unexpected additional input data for model '{model_name}'")
+
+    plan = ALL_BINARY if binary_default else ALL_JSON
+    if "outputs" in document:
+        specs = [_read_output(item) for item in array_member(document, "outputs", "Unable to parse 'outputs': ")]
+        if specs:
+            plan = OutputPlan({spec.name: spec for spec in specs}, binary_default)
+            outputs = tuple([spec.name for spec in specs])
+            return (
+                InferRequest(
+                    model_name,
+                    tuple(inputs),
+                    model_version,
+                    request_id,
+                    outputs,
+                    parameters,
+                    sequence,
+                    priority,
+                    timeout_us,
+                ),
+                plan,
+            )
+    return (
+        InferRequest(
+            model_name, tuple(inputs), model_version, request_id, (), parameters, sequence, priority, timeout_us
+        ),
+        plan,
+    )
+
+
+def decode_raw_request(
+    body: bytes,
+    config: ModelConfig,
+    model_version: int = -1,
+    forwarded: Mapping[str, ParameterValue] | None = None,
+    max_input_size: int = DEFAULT_MAX_INPUT_SIZE,
+) -> tuple[InferRequest, OutputPlan]:
+    """The request whose whole body is the data of the model's only input, as a batch of one."""
+    who = "[request id: <id_unknown>] "
+    if len(body) > max_input_size:
+        raise InvalidArgument(
+            f"Raw input has a byte_size ({len(body)} bytes) that exceeds the maximum allowed value of {max_input_size} "
+            "bytes. Use --http-max-input-size to increase the limit."
+        )
+    if len(config.inputs) != 1:
+        raise InvalidArgument(
+            f"{who}Raw request must only have 1 input (found 1) to be deduced but got {len(config.inputs)} inputs "
+            f"in '{config.name}' model configuration"
+        )
+    (tensor,) = config.inputs.values()
+    dims = list(tensor.dims)
+    data: Buffer = body
+    if tensor.datatype is DataType.BYTES:
+        if dims != [1]:
+            raise InvalidArgument(
+                f"{who}For BYTE datatype raw input '{tensor.name}', the model must have input shape [1]"
+            )
+        data = _LENGTH.pack(len(body)) + body
+    else:
+        if dims.count(-1) > 1:
+            raise InvalidArgument(
+                f"{who}The shape of the raw input '{tensor.name}' can not be deduced because there are more than one "
+                "variable-sized dimension"
+            )
+        fixed = 1
+        for extent in dims:
+            if extent != -1:
+                fixed *= extent
+        row = fixed * tensor.datatype.byte_size
+        if -1 in dims:
+            dims[dims.index(-1)] = len(body) // row if row else 0
+        expected = tensor.datatype.byte_size
+        for extent in dims:
+            expected *= extent
+        if expected != len(body):
+            # Triton's name for what it deduces; the engine would call it by the name it has in the configuration.
+            raise InvalidArgument(
+                f"{who}input byte size mismatch for input 'raw_input' for model '{config.name}'. "
+                f"Expected {expected}, got {len(body)}"
+            )
+    shape = (1, *dims) if config.batching else tuple(dims)
+    request = InferRequest(
+        config.name,
+        (Tensor(tensor.name, tensor.datatype, shape, data),),
+        model_version,
+        parameters=dict(forwarded) if forwarded else {},
+    )
+    return request, ALL_BINARY
+
+
+def _read_parameters(
+    value: Any, parameters: dict[str, ParameterValue]
+) -> tuple[SequenceControl | None, int, int, bool]:
+    """(sequence, priority, timeout in us, whether outputs are binary); the free ones are added to `parameters`."""
+    given = members(value, "failed to get request params.: ")
+    correlation_id: int | str = 0
+    start = end = binary_default = in_sequence = False
+    priority = timeout_us = 0
+    for key, item in given.items():
+        lead = f"Unable to parse '{key}': "
+        if key == "sequence_id":
+            in_sequence = True
+            unsigned = type(item) is int and item >= 0
+            correlation_id = item if unsigned else string_member(given, key, lead)
+        elif key == "sequence_start":
+            in_sequence = True
+            start = boolean_member(given, key, lead)
+        elif key == "sequence_end":
+            in_sequence = True
+            end = boolean_member(given, key, lead)
+        elif key == "priority":
+            priority = unsigned_member(given, key, lead)
+        elif key == "timeout":
+            timeout_us = unsigned_member(given, key, lead)
+        elif key == "binary_data_output":
+            binary_default = boolean_member(given, key, lead)
+        elif key.startswith("triton_"):
+            raise InvalidArgument(
+                "parameter keys starting with 'triton_' are reserved for Triton usage and should not be specified."
+            )
+        else:
+            parameters[key] = parameter_value(key, item)
+    sequence = SequenceControl(correlation_id, start, end) if in_sequence else None
+    return sequence, priority, timeout_us, binary_default
+
+
+def parameter_value(key: str, value: Any) -> ParameterValue:
+    """A free parameter. Raises InvalidArgument for null, arrays and objects."""
+    if isinstance(value, (str, bool, int, float)):
+        return value
+    raise InvalidArgument(f"parameter '{key}' has invalid type. It should be either 'int', 'bool', or 'string'.")
+
+
+def _check_source(item: Any, given: Any) -> None:
+    """Exactly one of the three places that data can be in must be given."""
+    found = ["data"] if type(item) is dict and "data" in item else []
+    if type(given) is dict:
+        found += [key for key in ("binary_data_size", "shared_memory_region") if key in given]
+    if len(found) != 1:
+        what = f"But set {' '.join(repr(key) for key in found)}" if found else "But no field is set"
+        raise InvalidArgument(
+            "Input must set only one of the following fields: 'data', 'binary_data_size' in 'parameters', "
+            f"'shared_memory_region' in 'parameters'. {what}"
+        )
+
+
+def _read_shape(name: str, extents: list[Any]) -> tuple[tuple[int, ...], int]:
+    """(the shape, its number of elements; none for the empty shape)."""
+    count = 1 if extents else 0
+    for extent in extents:
+        if type(extent) is not int or extent < 0:
+            raise Internal(f"Unable to parse 'shape': {IS_UNSIGNED}")
+        count *= extent
+    if count > _LARGEST_COUNT or any(extent > _LARGEST_COUNT for extent in extents):
+        shape = ",".join(map(str, extents))
+        raise InvalidArgument(
+            f"invalid shape for input '{name}': shape [{shape}] causes total element count to exceed maximum size of "
+            f"{_LARGEST_COUNT}"
+        )
+    return tuple(extents), count
+
+
+def _read_region(given: Mapping[str, Any], region: RegionInput | None) -> Buffer:
+    name = string_member(given, "shared_memory_region", "Unable to parse 'shared_memory_region': ")
+    offset, byte_size = _read_region_part(given)
+    if region is None:
+        raise InvalidArgument(f"shared memory region '{name}' cannot be used here")
+    return region(name, offset, byte_size)
+
+
+def _read_region_part(given: Mapping[str, Any]) -> tuple[int, int]:
+    offset = 0
+    if "shared_memory_offset" in given:
+        offset = unsigned_member(given, "shared_memory_offset", "Unable to parse 'shared_memory_offset': ")
+    byte_size = 0
+    if "shared_memory_byte_size" in given:
+        byte_size = unsigned_member(given, "shared_memory_byte_size", "Unable to parse 'shared_memory_byte_size': ")
+    return offset, byte_size
+
+
+def _read_output(item: Any) -> OutputSpec:
+    name = string_member(item, "name", "Unable to parse 'name': ")
+    given = item.get("parameters")
+    if not given or type(given) is not dict:
+        return OutputSpec(name)
+    classification = 0
+    if "classification" in given:
+        classification = unsigned_member(given, "classification", "Unable to set 'classification': ")
+    region: str | None = None
+    offset = byte_size = 0
+    if "shared_memory_region" in given:
+        region = string_member(given, "shared_memory_region", "Unable to parse 'shared_memory_region': ")
+        if classification:
+            raise InvalidArgument("Output can't set both 'shared_memory_region' and 'classification'")
+        if "binary_data" in given:
+            raise InvalidArgument("Output can't set both 'shared_memory_region' and 'binary_data'")
+        offset, byte_size = _read_region_part(given)
+    binary = False
+    if "binary_data" in given:
+        binary = boolean_member(given, "binary_data", "Unable to parse 'binary_data': ")
+    return OutputSpec(name, binary, classification, region, offset, byte_size)
+
+
+def tensor_data(
+    name: str, datatype: DataType, count: int, data: Any, max_input_size: int = DEFAULT_MAX_INPUT_SIZE
+) -> bytes:
+    """The bytes of a JSON array, nested or flat, of `count` elements.
+
+    Integers wrap around to the width of the data type; numbers beyond FP32 become infinite. Without elements the array
+    is not looked at. The number of BYTES elements is left to the engine, as Triton leaves it to its core.
+    """
+    if datatype in _BINARY_ONLY:
+        raise InvalidArgument(
+            f"receiving {datatype.name} data via JSON is not supported. "
+            f"Please use the binary data format for input {name}"
+        )
+    if count == 0:
+        return b""
+    if type(data) is not list:
+        raise Internal("Unable to parse 'data': attempt to access JSON non-array as array")
+    byte_size = count * datatype.byte_size
+    if byte_size > max_input_size:
+        raise InvalidArgument(
+            f"JSON input '{name}' has a byte_size ({byte_size} bytes) that exceeds the maximum allowed value of "
+            f"{max_input_size} bytes. Use --http-max-input-size to increase the limit."
+        )
+    kinds = set(map(type, data))
+    if list in kinds:
+        data = _flat(data)
+        kinds = set(map(type, data))
+    if datatype is DataType.BYTES:
+        if not kinds <= _ONLY_STR:
+            raise Internal("Unable to parse JSON bytes array: attempt to access JSON non-string as string")
+        return _pack(data)
+    if len(data) != count:
+        raise Internal(_WRONG_COUNT)
+    if datatype in _FLOATS:
+        if not kinds <= _NUMBERS:
+            raise Internal(f"Unable to parse 'data': {IS_NUMBER}")
+        return array.array(_CODES[datatype], data).tobytes()
+    if datatype is DataType.BOOL:
+        if not kinds <= _ONLY_BOOL:
+            raise Internal(f"Unable to parse 'data': {IS_BOOLEAN}")
+        return bytes(data)
+    unsigned = datatype in _UNSIGNED
+    if not kinds <= _ONLY_INT:
+        raise Internal(f"Unable to parse 'data': {IS_UNSIGNED if unsigned else IS_SIGNED}")
+    try:
+        return array.array(_CODES[datatype], data).tobytes()
+    except OverflowError:
+        pass
+    try:
+        wide = array.array("Q" if unsigned else "q", data)
+    except OverflowError:
+        raise Internal(f"Unable to parse 'data': {IS_UNSIGNED if unsigned else IS_SIGNED}") from None
+    return np.frombuffer(wide, dtype=np.uint64 if unsigned else np.int64).astype(datatype.numpy).tobytes()
+
+
+def _flat(data: list[Any]) -> list[Any]:
+    """The elements of nested lists in order."""
+    for _ in range(_DEEPEST_DATA):
+        kinds = set(map(type, data))
+        if list not in kinds:
+            return data
+        if len(kinds) == 1:
+            data = list(chain.from_iterable(data))
+        else:
+            data = list(chain.from_iterable(item if type(item) is list else (item,) for item in data))
+    raise too_deep()
+
+
+def _pack(elements: list[str]) -> bytes:
+    pack = _LENGTH.pack
+    parts: list[bytes] = []
+    for element in elements:
+        data = encode(element)
+        parts.append(pack(len(data)))
+        parts.append(data)
+    return b"".join(parts)
+
+
+# --- responses
+
+
+def encode_response(
+    response: InferResponse,
+    plan: OutputPlan,
+    labels: Mapping[str, list[str]],
+    batched: bool,
+    regions: Mapping[str, RegionOutput],
+) -> tuple[Headers, bytes]:
+    """(HTTP headers, body) of a response.
+
+    `labels` are the model's, by output; `batched` says whether the first dimension is the batch; `regions` take the
+    outputs that go to shared memory, by output. The response's buffers are not needed afterwards.
+    """
+    document: dict[str, Any] = {"id": response.id} if response.id else {}
+    document["model_name"] = response.model_name
+    document["model_version"] = str(response.model_version)
+    if response.parameters:
+        document["parameters"] = response.parameters
+    outputs: list[dict[str, Any]] = []
+    document["outputs"] = outputs
+    wanted = plan.outputs
+    binary = plan.binary_default
+    tail: list[Buffer] = []
+    for tensor in response.outputs:
+        if wanted:
+            spec = wanted.get(tensor.name)
+            if spec is None:
+                continue
+            binary = spec.binary
+            if spec.classification:
+                tensor = classify(tensor, spec.classification, labels.get(tensor.name, []), batched)
+            elif spec.region is not None:
+                regions[tensor.name](tensor.name, tensor.data)
+                outputs.append({"name": tensor.name, "datatype": tensor.datatype.name, "shape": tensor.shape})
+                continue
+        if binary:
+            data = tensor.data
+            size = len(data) if type(data) is bytes else memoryview(data).nbytes
+            tail.append(data)
+            outputs.append(
+                {
+                    "name": tensor.name,
+                    "datatype": tensor.datatype.name,
+                    "shape": tensor.shape,
+                    "parameters": {"binary_data_size": size},
+                }
+            )
+        else:
+            outputs.append(
+                {
+                    "name": tensor.name,
+                    "datatype": tensor.datatype.name,
+                    "shape": tensor.shape,
+                    "data": json_data(tensor),
+                }
+            )
+    head = dump(document)
+    if not tail:
+        return JSON_HEADERS, head
+    body = b"".join((head, *tail))
+    if len(body) == len(head):
+        # Only empty tensors: Triton then answers as if there were none.
+        return JSON_HEADERS, head
+    return [
+        ("content-type", "application/octet-stream"),
+        ("inference-header-content-length", str(len(head))),
+    ], body
+
+
+def json_data(tensor: Tensor) -> Any:
+    """The elements as `dump` takes them: a list, or for many numbers an array. FP32 is widened to double."""
+    datatype = tensor.datatype
+    if datatype is DataType.BYTES:
+        return _unpack(tensor.data)
+    code = _CODES.get(datatype)
+    if code is None:
+        raise InvalidArgument(
+            f"sending {datatype.name} data via JSON is not supported. Please use the binary data format for output"
+        )
+    view = memoryview(tensor.data)
+    if view.nbytes == 0:
+        return []
+    if view.nbytes >= _MANY * datatype.byte_size:
+        values = np.frombuffer(view, dtype=datatype.numpy)
+        return values.astype(np.float64) if datatype is DataType.FP32 else values
+    if view.format != "B":
+        view = view.cast("B")
+    return view.cast(code).tolist()  # type: ignore[call-overload]  # the code is one of memoryview's
+
+
+def _unpack(data: Buffer) -> list[str]:
+    raw = data if type(data) is bytes else bytes(data)
+    elements: list[str] = []
+    unpack = _LENGTH.unpack_from
+    at = 0
+    end = len(raw)
+    while at + 4 <= end:
+        (length,) = unpack(raw, at)
+        at += 4 + length
+        elements.append(raw[at - length : at].decode("utf-8", "surrogateescape"))
+    if at != end:
+        raise Internal("malformed BYTES output: a string is longer than the data that is left")
+    return elements
