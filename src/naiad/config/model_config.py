@@ -4,7 +4,7 @@ A `ModelConfig` is made once per load; everything a request needs is an attribut
 backends.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -155,24 +155,11 @@ class InstanceGroup:
 
 @dataclass(frozen=True, slots=True)
 class VersionPolicy:
-    """Which of the versions on disk are served."""
+    """Which of the versions on disk are served. `num_versions` belongs to "latest", `versions` to "specific"."""
 
     kind: Literal["latest", "all", "specific"]
-    num_versions: int = 1
+    num_versions: int = 0
     versions: tuple[int, ...] = ()
-
-    def select(self, available: Iterable[int]) -> list[int]:
-        """The versions to load, ascending."""
-        present = sorted(set(available))
-        if self.kind == "latest":
-            return present[-self.num_versions :] if self.num_versions else []
-        if self.kind == "specific":
-            return [version for version in present if version in self.versions]
-        return present
-
-    def absent(self, available: Iterable[int]) -> list[int]:
-        """The versions asked for by number that are not there."""
-        return sorted(set(self.versions) - set(available)) if self.kind == "specific" else []
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,7 +256,7 @@ class ModelConfig:
         self.sequence_batching = _sequence_batching(proto.sequence_batching) if self.scheduling == "sequence" else None
         self.ensemble_steps = tuple(_step(step) for step in proto.ensemble_scheduling.step)
         self.instance_groups = tuple(_instance_group(group) for group in proto.instance_group)
-        self.version_policy = version_policy(proto)
+        self.version_policy = _version_policy(proto)
         self.parameters: dict[str, str] = {key: proto.parameters[key].string_value for key in sorted(proto.parameters)}
         self.default_model_filename: str = proto.default_model_filename
         self.cc_model_filenames: dict[str, str] = dict(proto.cc_model_filenames)
@@ -322,8 +309,7 @@ def only_instances_differ(old: Proto, new: Proto) -> bool:
     return not old.HasField("ensemble_scheduling") and bool(left == right)
 
 
-def version_policy(proto: Proto) -> VersionPolicy:
-    """The policy of a message that may not be complete yet; "latest 1" by default."""
+def _version_policy(proto: Proto) -> VersionPolicy:
     policy = proto.version_policy
     choice = policy.WhichOneof("policy_choice")
     if choice == "specific":
@@ -331,7 +317,7 @@ def version_policy(proto: Proto) -> VersionPolicy:
     if choice == "latest":
         return VersionPolicy("latest", num_versions=policy.latest.num_versions)
     # An empty `version_policy {}` serves everything, as in Triton; only its absence means the latest.
-    return VersionPolicy("all") if proto.HasField("version_policy") else VersionPolicy("latest")
+    return VersionPolicy("all")
 
 
 def _enum_name(message: Any, field: str) -> str:

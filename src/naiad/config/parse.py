@@ -23,6 +23,27 @@ _ROOT: Descriptor = Proto.DESCRIPTOR
 _POSITION = re.compile(r"^\s*\d+:\d+\s*:\s*")
 _NO_FIELD = re.compile(r'Message type "(?P<type>[\w.]+)" has no field named "(?P<word>[^"]*)"')
 _NO_VALUE = re.compile(r'Enum type "(?P<type>[\w.]+)" has no value named (?P<word>[\w-]+)')
+_TWICE = re.compile(r'should not have multiple "(?P<field>\w+)" fields')
+_ONEOF = re.compile(r'Field "(?P<second>\w+)" is specified along with field "(?P<first>\w+)"')
+#: The field whose value begins at the end of the text, or is a list that has begun there.
+_FIELD_BEFORE = re.compile(r"([A-Za-z_]\w*)\s*:\s*(?:\[[^\]{}]*)?$")
+
+#: What other libraries call our data types, where the spelling does not lead there.
+_OTHER_NAMES = {
+    "TYPE_FLOAT": "TYPE_FP32",
+    "TYPE_FLOAT16": "TYPE_FP16",
+    "TYPE_FLOAT32": "TYPE_FP32",
+    "TYPE_FLOAT64": "TYPE_FP64",
+    "TYPE_HALF": "TYPE_FP16",
+    "TYPE_DOUBLE": "TYPE_FP64",
+    "TYPE_BFLOAT16": "TYPE_BF16",
+    "TYPE_INT": "TYPE_INT32",
+    "TYPE_LONG": "TYPE_INT64",
+    "TYPE_BYTES": "TYPE_STRING",
+}
+
+#: With more names than this a list of them hides the problem instead of explaining it.
+_LISTED = 16
 
 
 def parse_text(text: str, source: str = "config.pbtxt") -> Proto:
@@ -35,9 +56,10 @@ def parse_text(text: str, source: str = "config.pbtxt") -> Proto:
     try:
         text_format.Parse(text, message)
     except text_format.ParseError as error:
-        raise InvalidArgument(
-            f"failed to read text proto from {source}{_place(error)}: {_reason(str(error))}"
-        ) from error
+        line, column = error.GetLine(), error.GetColumn()
+        place = "" if line is None else f":{line}" if column is None else f":{line}:{column}"
+        reason = _reason(str(error), _source_line(text, line), column)
+        raise InvalidArgument(f"failed to read text proto from {source}{place}: {reason}") from error
     if problem := _unknown_enum(message):
         raise InvalidArgument(f"failed to read text proto from {source}: {problem}")
     return message
@@ -61,32 +83,38 @@ def _unknown_enum(message: Any) -> str | None:
     return None
 
 
-def _place(error: text_format.ParseError) -> str:
-    line, column = error.GetLine(), error.GetColumn()
-    return "" if line is None else f":{line}" if column is None else f":{line}:{column}"
+def _source_line(text: str, line: int | None) -> str:
+    lines = text.split("\n")
+    return lines[line - 1] if line is not None and line <= len(lines) else ""
 
 
-def _reason(text: str) -> str:
-    """What protobuf says, without the position, the quoted source line and the package name, with a suggestion."""
-    text = _POSITION.sub("", text)
+def _reason(text: str, source_line: str, column: int | None) -> str:
+    """What protobuf says in `text`, in the words of a configuration, with the field and what was probably meant."""
+    text = _POSITION.sub("", text).removeprefix(f"'{source_line}': ")
     if found := _NO_FIELD.search(text):
         kind = found["type"].rpartition(".")[2]
         suggestion = _suggest(found["word"], [field.name for field in _message(found["type"]).fields])
         return f"{kind} has no field '{found['word']}'{suggestion}"
+    if found := _TWICE.search(text):
+        return f"field '{found['field']}' is given more than once"
+    if found := _ONEOF.search(text):
+        return f"field '{found['second']}' cannot stand together with '{found['first']}'"
+    field = _FIELD_BEFORE.search(source_line[: column - 1] if column else source_line)
+    where = f"field '{field[1]}': " if field else ""
     if found := _NO_VALUE.search(text):
         enum = _enum(found["type"])
         suggestion = _suggest(found["word"].upper(), list(enum.values_by_name))
-        field = text.split(":", 1)[0].strip("' {[")
-        where = f"field '{field.split()[-1]}': " if field.split() and field.split()[-1].isidentifier() else ""
         return f"{where}{enum.name} has no value '{found['word']}'{suggestion}"
-    return text
+    return where + text
 
 
 def _suggest(word: str, names: list[str]) -> str:
-    close = difflib.get_close_matches(word, names, 1, 0.6)
-    if not close:
-        close = [name for name in names if word and name.endswith(f"_{word}")][:1]
-    return f"; did you mean '{close[0]}'?" if close else f"; known are {', '.join(sorted(names))}"
+    close = [name for name in (_OTHER_NAMES.get(word), _OTHER_NAMES.get(f"TYPE_{word}")) if name in names]
+    close += [name for name in names if word and name.endswith(f"_{word}")]
+    close += difflib.get_close_matches(word, names, 1, 0.7)
+    if close:
+        return f"; did you mean '{close[0]}'?"
+    return f"; known are {', '.join(sorted(names))}" if len(names) <= _LISTED else ""
 
 
 def _message(full_name: str) -> Descriptor:

@@ -3,9 +3,9 @@ called in a thread.
 
 1. `read_draft` reads the configuration (override, `configs/<name>.pbtxt`, `config.pbtxt`, in this order), completes
    it from the files and by default and checks what needs no backend. With auto-completion off inputs and outputs
-   are checked too, and the file must exist. Failure: PollFailed, "failed to load 'X', failed to poll from model
-   repository"; a client is not told more, so log its `reason` and show it in the index.
-2. The caller picks the versions: `draft.version_policy.select(versions)`.
+   are checked too, and the file must exist. What it raises is the reason, for the log; Triton tells a client only
+   "failed to load 'X', failed to poll from model repository" (INTERNAL).
+2. The caller picks the versions by `draft.version_policy` (`repository.snapshot.versions_for`).
 3. `prepare` fills in and checks the instance groups; it answers what the backend's `autocomplete` gets to see.
 4. `finish` merges what the backend proposed, completes, checks everything and makes the `ModelConfig`.
 5. `read_labels` reads the label files.
@@ -19,23 +19,15 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tritonclient.grpc.model_config_pb2 import ModelConfig as Proto
 
 from naiad.config import complete, validate
 from naiad.config.complete import PreferredGroup
-from naiad.config.model_config import ModelConfig, VersionPolicy, version_policy
+from naiad.config.model_config import ModelConfig
 from naiad.config.parse import ConfigDict, parse_json, parse_text, to_dict
-from naiad.errors import Internal, InvalidArgument, NaiadError, NotFound, Unsupported
-
-
-class PollFailed(Internal):
-    """The configuration of a model cannot be used. `reason` says why; its cause is the error itself."""
-
-    def __init__(self, name: str, reason: str) -> None:
-        super().__init__(f"failed to load '{name}', failed to poll from model repository")
-        self.name = name
-        self.reason = reason
+from naiad.errors import Internal, InvalidArgument, NotFound, Unsupported
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,13 +54,14 @@ class Draft:
         return bool(self.proto.HasField("ensemble_scheduling"))
 
     @property
-    def ensemble_models(self) -> list[str]:
+    def members(self) -> tuple[str, ...]:
         """The names of the models that an ensemble's steps use, each once."""
-        return list(dict.fromkeys(step.model_name for step in self.proto.ensemble_scheduling.step))
+        return tuple(dict.fromkeys(step.model_name for step in self.proto.ensemble_scheduling.step))
 
     @property
-    def version_policy(self) -> VersionPolicy:
-        return version_policy(self.proto)
+    def version_policy(self) -> Any:
+        """The ModelVersionPolicy message, filled in."""
+        return self.proto.version_policy
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Draft) and bool(self.proto == other.proto)
@@ -97,7 +90,8 @@ def read_draft(
     """Reads and checks the configuration of the model `name` in `directory`.
 
     `config_name` is `--model-config-name`, `override` the JSON of a load request, `auto_complete` the opposite of
-    `--disable-auto-complete-config`, `gpus` the number or the ids of this machine's GPUs. Raises PollFailed.
+    `--disable-auto-complete-config`, `gpus` the number or the ids of this machine's GPUs. Raises InvalidArgument with
+    everything that is wrong, Internal for files that cannot be read.
     """
     try:
         proto, source = _read(directory, config_name, override, auto_complete)
@@ -111,10 +105,8 @@ def read_draft(
                 f"unexpected directory name '{name}' for model '{proto.name}', directory name must equal model name"
             )
         validate.require(problems)
-    except NaiadError as error:
-        raise PollFailed(name, error.message) from error
     except OSError as error:
-        raise PollFailed(name, f"failed to read {error.filename or directory}: {error.strerror}") from error
+        raise Internal(f"failed to read {error.filename or directory}: {error.strerror}") from error
     ids = tuple(range(gpus)) if isinstance(gpus, int) else tuple(gpus)
     return Draft(name, directory, proto, bool(source), source, ids)
 
@@ -128,25 +120,27 @@ def _read(directory: Path, config_name: str, override: str | bytes | None, auto_
     path = config_path(directory, config_name)
     if auto_complete and not path.exists():
         return Proto(), ""
-    return parse_text(_read_text(path), str(path)), str(path)
-
-
-def _read_text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        text = _read_text(path, "strict")
+    except UnicodeDecodeError as error:
+        raise InvalidArgument(f"failed to read text proto from {path}: not UTF-8: {error}") from error
+    return parse_text(text, str(path)), str(path)
+
+
+def _read_text(path: Path, undecodable: str) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors=undecodable)
     except OSError as error:
         raise Internal(f"failed to open text file for read {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise InvalidArgument(f"failed to read text proto from {path}: {error}") from error
 
 
 def _first_version_entries(directory: Path) -> dict[str, bool] | None:
-    """The names in the first folder, in the order of the alphabet, and whether each is a directory."""
+    """The names in the first version folder, in the order of the alphabet, and whether each is a directory."""
     with os.scandir(directory) as entries:
-        folders = sorted(entry.name for entry in entries if entry.is_dir())
-    if not folders:
+        versions = sorted(entry.name for entry in entries if entry.name[:1].isdigit() and entry.is_dir())
+    if not versions:
         return None
-    with os.scandir(directory / folders[0]) as entries:
+    with os.scandir(directory / versions[0]) as entries:
         return {entry.name: entry.is_dir() for entry in entries}
 
 
@@ -204,6 +198,6 @@ def read_labels(directory: Path, config: ModelConfig) -> dict[str, list[str]]:
                 f"label file path '{path}' for output '{output.name}' in model '{config.name}' is outside model "
                 "directory"
             )
-        lines = _read_text(path).split("\n")
+        lines = _read_text(path, "replace").split("\n")
         labels[output.name] = lines[:-1] if lines[-1] == "" else lines
     return labels

@@ -5,7 +5,7 @@ The checks come in four groups, because Triton makes them at different moments (
 itself, of its inputs and outputs, of the instance groups, and of an ensemble together with its models.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -540,10 +540,7 @@ def resolve_ensemble(ensemble: ModelConfig, models: Mapping[str, ModelConfig]) -
         raise InvalidConfig(
             [f"ensemble {ensemble.name} contains models that are not available or ambiguous: {', '.join(missing)}"]
         )
-    problems: list[str] = []
-    tensors = _mapped_tensors(ensemble, models, problems.append)
-    if problems:
-        raise InvalidConfig(problems)
+    tensors = _mapped_tensors(ensemble, models)
     decoupled = _decoupled_flow(ensemble, models, tensors)
     proto = Proto()
     proto.CopyFrom(ensemble.proto)
@@ -551,9 +548,9 @@ def resolve_ensemble(ensemble: ModelConfig, models: Mapping[str, ModelConfig]) -
     return ModelConfig(proto)
 
 
-def _mapped_tensors(
-    ensemble: ModelConfig, models: Mapping[str, ModelConfig], report: Callable[[str], None]
-) -> dict[str, _Inferred]:
+def _mapped_tensors(ensemble: ModelConfig, models: Mapping[str, ModelConfig]) -> dict[str, _Inferred]:
+    """The tensors by name. Raises at the first contradiction: what follows is mostly its consequence, and a client
+    sees the text."""
     prefix = f"in ensemble {ensemble.name}, "
     tensors = {
         tensor.name: _Inferred(
@@ -568,32 +565,37 @@ def _mapped_tensors(
     def place(name: str, seen: _Inferred) -> None:
         known = tensors.setdefault(name, seen)
         if conflict := known.conflict(seen):
-            report(f"{prefix}ensemble tensor {name}: {conflict}")
+            raise InvalidConfig([f"{prefix}ensemble tensor {name}: {conflict}"])
 
     for step in ensemble.ensemble_steps:
         model = models[step.model_name]
         if 0 < model.max_batch_size < ensemble.max_batch_size:
-            report(
-                f"ensemble {ensemble.name} allows maximum batch size {ensemble.max_batch_size}, but it contains model "
-                f"{model.name} which only allows maximum batch size to be {model.max_batch_size}"
+            raise InvalidConfig(
+                [
+                    f"ensemble {ensemble.name} allows maximum batch size {ensemble.max_batch_size}, but it contains model "
+                    f"{model.name} which only allows maximum batch size to be {model.max_batch_size}"
+                ]
             )
         for name, mapped in step.inputs.items():
             if name not in model.inputs:
-                report(
-                    f"{prefix}ensemble tensor {mapped} is mapping to non-existing input {name} in model {model.name}"
+                raise InvalidConfig(
+                    [f"{prefix}ensemble tensor {mapped} is mapping to non-existing input {name} in model {model.name}"]
                 )
         for tensor in model.inputs.values():
             if tensor.name in step.inputs:
                 inferred = _Inferred(model.name, model.batching, tensor.datatype.number, tensor.dims)
                 place(step.inputs[tensor.name], inferred)
             elif not tensor.optional:
-                report(f"{prefix}input {tensor.name} in model {model.name} is not mapped to any ensemble tensors")
+                raise InvalidConfig(
+                    [f"{prefix}input {tensor.name} in model {model.name} is not mapped to any ensemble tensors"]
+                )
         for name, mapped in step.outputs.items():
             if name not in model.outputs:
-                report(
-                    f"{prefix}ensemble tensor {mapped} is mapped from non-existing output {name} in model {model.name}"
+                raise InvalidConfig(
+                    [
+                        f"{prefix}ensemble tensor {mapped} is mapped from non-existing output {name} in model {model.name}"
+                    ]
                 )
-                continue
             tensor = model.outputs[name]
             place(mapped, _Inferred(model.name, model.batching, tensor.datatype.number, tensor.dims))
     return tensors
