@@ -67,6 +67,13 @@ class InferResponse(msgspec.Struct, frozen=True):
     outputs: tuple[Tensor, ...]
     parameters: dict[str, ParameterValue] = {}
 
+    def owned(self) -> "InferResponse":
+        """The response with buffers of its own, for longer than the sink's call."""
+        outputs = tuple(
+            [Tensor(tensor.name, tensor.datatype, tensor.shape, bytes(tensor.data)) for tensor in self.outputs]
+        )
+        return msgspec.structs.replace(self, outputs=outputs)
+
 
 Result = InferResponse | NaiadError
 

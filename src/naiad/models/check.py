@@ -276,7 +276,4 @@ def _elements(shape: tuple[int, ...]) -> int:
 def _matches(dims: tuple[int, ...], configured: tuple[int, ...]) -> bool:
     if len(dims) != len(configured):
         return False
-    for extent, wanted in zip(dims, configured, strict=True):
-        if extent < 0 or (wanted not in (-1, extent)):
-            return False
-    return True
+    return all(extent >= 0 and wanted in (-1, extent) for extent, wanted in zip(dims, configured, strict=True))

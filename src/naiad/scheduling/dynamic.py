@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from naiad.errors import NaiadError, Unavailable
 from naiad.instances.instance import ComputeTimes, Instance
-from naiad.messages import BatchStatistics, InferRequest, InferResponse, ModelStatistics, Result, Tensor
+from naiad.messages import BatchStatistics, InferRequest, InferResponse, ModelStatistics, Result
 from naiad.scheduling.queue import Batch, RequestQueue, WaitUntil
 from naiad.scheduling.scheduler import Call
 
@@ -253,7 +253,7 @@ class _Order:
     def deliver_for(self, call: Call) -> Callable[[Result | None, bool], None]:
         def deliver(result: Result | None, final: bool) -> None:
             if next(iter(self._held)) is not call:
-                self._held[call].append((_kept(result), final))
+                self._held[call].append((result.owned() if isinstance(result, InferResponse) else result, final))
                 return
             if final:
                 del self._held[call]
@@ -275,11 +275,3 @@ class _Order:
                 call.deliver(result, final)
             if not ended:
                 return
-
-
-def _kept(result: Result | None) -> Result | None:
-    """The result with buffers of its own, for longer than the sink's call."""
-    if not isinstance(result, InferResponse):
-        return result
-    outputs = tuple(Tensor(output.name, output.datatype, output.shape, bytes(output.data)) for output in result.outputs)
-    return InferResponse(result.model_name, result.model_version, result.id, outputs, result.parameters)

@@ -20,6 +20,7 @@ from typing import Protocol
 
 import msgspec
 
+from naiad.config.model_config import QueuePolicy
 from naiad.errors import Unavailable
 
 
@@ -34,19 +35,11 @@ class Queued(Protocol):
     ended: bool
 
 
-class QueuePolicy(msgspec.Struct, frozen=True):
-    """When a call of a level may not wait any longer. 0 is "no limit". `delay`: move it behind instead of refusing."""
-
-    max_queue_size: int = 0
-    default_timeout_us: int = 0
-    allow_timeout_override: bool = False
-    delay: bool = False
-
-    def timeout_us(self, requested_us: int) -> int:
-        """The timeout of a call that asked for `requested_us`: its own where that is allowed and shorter."""
-        if self.allow_timeout_override and 0 < requested_us < self.default_timeout_us:
-            return requested_us
-        return self.default_timeout_us
+def timeout_of(policy: QueuePolicy, requested_us: int) -> int:
+    """The timeout (us) of a call that asked for `requested_us`: its own where that is allowed and shorter. 0: none."""
+    if policy.allow_timeout_override and 0 < requested_us < policy.default_timeout_us:
+        return requested_us
+    return policy.default_timeout_us
 
 
 class Batch(msgspec.Struct, frozen=True):
@@ -124,7 +117,7 @@ class RequestQueue:
         if policy.max_queue_size and level.size >= policy.max_queue_size:
             raise Unavailable("Exceeds maximum queue size")
         call.level = number
-        limit_us = policy.timeout_us(timeout_us)
+        limit_us = timeout_of(policy, timeout_us)
         if limit_us:
             call.deadline_ns = now_ns + limit_us * 1000
             self._next_deadline_ns = min(self._next_deadline_ns, call.deadline_ns)
@@ -154,7 +147,7 @@ class RequestQueue:
                 if not call.deadline_ns or now_ns < call.deadline_ns:
                     kept.append(call)
                     next_deadline_ns = min(next_deadline_ns, call.deadline_ns or _NEVER)
-                elif level.policy.delay:
+                elif level.policy.timeout_action == "DELAY":
                     level.behind.append(call)
                 else:
                     rejected.append(call)

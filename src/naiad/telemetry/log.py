@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 import time
+import traceback
 from collections.abc import Mapping
 from types import FrameType
 from typing import Any, Literal, TextIO
@@ -93,6 +94,12 @@ class Log:
     def error(self, message: str) -> None:
         if self.log_error:
             self._line("E", message, *_place())
+
+    def exception(self, message: str, error: BaseException) -> None:
+        """Logs an exception that should not have happened, with where it came from."""
+        if self.log_error:
+            trace = "".join(traceback.format_exception(error)).rstrip()
+            self._line("E", f"{message}: {trace}", *_place())
 
     def verbose(self, message: str, level: int = 1) -> None:
         if self.verbose_level >= level:

@@ -1,0 +1,186 @@
+"""The engine: the only object a front end sees. On the event loop; every method raises only NaiadError.
+
+HTTP, gRPC, calls from inside models, ensemble steps and the in-process API all come through it.
+"""
+
+import asyncio
+import time
+from collections.abc import Mapping
+
+import msgspec
+
+from naiad import __version__
+from naiad.config.model_config import ModelConfig
+from naiad.errors import InvalidArgument, NaiadError, Unavailable
+from naiad.messages import (
+    IndexEntry,
+    InferRequest,
+    InferResponse,
+    ModelMetadata,
+    ModelStatistics,
+    ResponseSink,
+    Result,
+    ServerMetadata,
+)
+from naiad.models.manager import ModelManager
+from naiad.models.model import Model
+from naiad.scheduling.scheduler import Call
+
+#: What `GET /v2` lists, in Triton's order (reference R1-74).
+EXTENSIONS = (
+    "classification",
+    "sequence",
+    "model_repository",
+    "model_repository(unload_dependents)",
+    "schedule_policy",
+    "model_configuration",
+    "system_shared_memory",
+    "cuda_shared_memory",
+    "binary_tensor_data",
+    "parameters",
+    "statistics",
+    "trace",
+    "logging",
+)
+
+
+class Engine:
+    """Leases models, checks requests, submits calls; answers what clients ask about server and models."""
+
+    def __init__(self, manager: ModelManager, *, server_id: str = "triton", strict_readiness: bool = True) -> None:
+        self._manager = manager
+        self._metadata = ServerMetadata(server_id, __version__, EXTENSIONS)
+        self._strict_readiness = strict_readiness
+        self._started = False
+        self._exiting = False
+
+    def __repr__(self) -> str:
+        return f"<Engine {self._metadata.name} {self._manager!r}>"
+
+    # ---------------------------------------------------------------- life
+
+    def started(self) -> None:
+        """The first models have been loaded or have failed."""
+        self._started = True
+
+    def exiting(self) -> None:
+        """From now on the server is not ready; what is in flight still ends."""
+        self._exiting = True
+
+    def is_live(self) -> bool:
+        if self._exiting:
+            raise Unavailable("Server exiting")
+        return self._started
+
+    def is_ready(self) -> bool:
+        if self._exiting:
+            raise Unavailable("Server exiting")
+        return self._started and (not self._strict_readiness or self._manager.all_ready())
+
+    def model_ready(self, name: str, version: int = -1) -> bool:
+        return self._manager.is_ready(name, version)
+
+    # ---------------------------------------------------------------- inference
+
+    def model(self, name: str, version: int = -1) -> Model:
+        """The loaded version; -1 is the newest. Raises NotFound or Unavailable."""
+        return self._manager.lookup(name, version)
+
+    def infer(self, request: InferRequest, sink: ResponseSink) -> Call:
+        """Checks a request and submits it. Raises NaiadError for a request that is refused at once; everything later
+        goes to `sink`."""
+        model = self._manager.lookup(request.model_name, request.model_version)
+        request, rows, signature = model.check(request)
+        if model.reshape_outputs is not None:
+            sink = _Reshaping(sink, model)
+        model.lease()
+        call = Call(request, rows, signature, sink, model, model.scheduler)
+        try:
+            model.scheduler.submit(call)
+        except NaiadError as error:
+            statistics = model.statistics
+            statistics.failures["REJECTED"] += 1
+            statistics.infer.fail.add(time.monotonic_ns() - call.queued_ns)
+            call.ended = True
+            model.release()
+            raise type(error)(f"[request id: {request.id or '<id_unknown>'}] {error.message}") from error
+        return call
+
+    async def infer_once(self, request: InferRequest) -> InferResponse:
+        """One request, one response, with buffers of its own: for callers inside the process."""
+        sink = _Single()
+        call = self.infer(request, sink)
+        try:
+            return await sink.result
+        except asyncio.CancelledError:
+            call.cancel()
+            raise
+
+    # ---------------------------------------------------------------- about server and models
+
+    def metadata(self) -> ServerMetadata:
+        return self._metadata
+
+    def model_metadata(self, name: str, version: int = -1) -> ModelMetadata:
+        metadata = self._manager.lookup(name, version).metadata
+        if version >= 0:
+            return metadata
+        versions = self._manager.versions(name)
+        return ModelMetadata(metadata.name, versions, metadata.platform, metadata.inputs, metadata.outputs)
+
+    def model_config(self, name: str, version: int = -1) -> ModelConfig:
+        return self._manager.lookup(name, version).config
+
+    def statistics(self, name: str = "", version: int = -1) -> list[ModelStatistics]:
+        """The live statistics of the versions that serve: of all models, of all versions of one, or of one."""
+        if not name:
+            return [model.statistics for model in self._manager.models()]
+        found = [model for model in self._manager.models() if model.name == name]
+        if not found:
+            raise InvalidArgument(f"requested model '{name}' is not available")
+        if version >= 0:
+            found = [model for model in found if model.version == version]
+            if not found:
+                raise InvalidArgument(f"requested model version is not available for model '{name}'")
+        return [model.statistics for model in found]
+
+    async def index(self, ready: bool = False) -> list[IndexEntry]:
+        return await self._manager.index(ready)
+
+    async def load(self, name: str, parameters: Mapping[str, str | bytes] | None = None) -> None:
+        await self._manager.load(name, parameters or {})
+
+    async def unload(self, name: str, unload_dependents: bool = False) -> None:
+        await self._manager.unload(name, unload_dependents)
+
+
+class _Reshaping:
+    """Puts outputs into the configured shapes before they reach the sink."""
+
+    __slots__ = ("_model", "_sink")
+
+    def __init__(self, sink: ResponseSink, model: Model) -> None:
+        self._sink = sink
+        self._model = model
+
+    def send(self, result: Result | None, final: bool) -> None:
+        if isinstance(result, InferResponse) and self._model.reshape_outputs is not None:
+            result = msgspec.structs.replace(result, outputs=self._model.reshape_outputs(result.outputs))
+        self._sink.send(result, final)
+
+
+class _Single:
+    """Turns the one result of a call into a future."""
+
+    def __init__(self) -> None:
+        self.result: asyncio.Future[InferResponse] = asyncio.get_running_loop().create_future()
+
+    def send(self, result: Result | None, final: bool) -> None:
+        if self.result.done():
+            return
+        if isinstance(result, NaiadError):
+            self.result.set_exception(result)
+        elif result is None:
+            self.result.set_exception(Unavailable("the model ended without a response"))
+        else:
+            self.result.set_result(result.owned())

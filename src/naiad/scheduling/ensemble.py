@@ -1,0 +1,396 @@
+"""Runs ensembles: models chained by named tensors. On the event loop.
+
+An ensemble computes nothing itself: each step is an ordinary inference through the engine, with its own batching,
+statistics and lease. A step starts as soon as all tensors it maps are there, so independent steps run side by side.
+
+Where tensors live. A call has a root scope with the ensemble's inputs. What an ordinary step answers is put into the
+scope it ran in. Each response of a decoupled step opens a child scope, and the steps that need it run once per child,
+seeing the tensors of all scopes above. A step belongs to the innermost scope that holds one of its inputs; so does a
+response of the ensemble. This is Triton's behaviour (reference R5-26 to R5-34), without its iteration counters.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+from naiad.config.model_config import ModelConfig, TensorConfig
+from naiad.errors import InvalidArgument, NaiadError, Unavailable
+from naiad.instances.instance import ComputeTimes
+from naiad.messages import (
+    InferRequest,
+    InferResponse,
+    ModelStatistics,
+    ParameterValue,
+    ResponseSink,
+    Result,
+    SequenceControl,
+    Tensor,
+)
+from naiad.scheduling.dynamic import count_execution
+from naiad.scheduling.scheduler import Call
+
+#: How a step is run; `Engine.infer`.
+Infer = Callable[[InferRequest, ResponseSink], Call]
+
+
+class Member(msgspec.Struct, frozen=True):
+    """A step with what is known of its model: `inputs` and `outputs` map the model's names to the ensemble's tensors."""
+
+    model_name: str
+    model_version: int
+    inputs: Mapping[str, str]
+    outputs: Mapping[str, str]
+    config: ModelConfig
+
+
+def members_of(ensemble: ModelConfig, models: Mapping[str, ModelConfig]) -> tuple[Member, ...]:
+    """The steps of an ensemble; `models` holds the configurations of its models by name."""
+    return tuple(
+        Member(step.model_name, step.model_version, step.inputs, step.outputs, models[step.model_name])
+        for step in ensemble.ensemble_steps
+    )
+
+
+class EnsembleScheduler:
+    """Runs the calls of one ensemble version."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        version: int,
+        members: tuple[Member, ...],
+        statistics: ModelStatistics,
+        infer: Infer,
+        report: Callable[[str, BaseException], None],
+    ) -> None:
+        self.config = config
+        self.version = version
+        self.members = members
+        self.statistics = statistics
+        self.infer = infer
+        self.report = report
+        self._closed = False
+
+    def __repr__(self) -> str:
+        return f"<EnsembleScheduler {self.config.name} of {len(self.members)} steps>"
+
+    @property
+    def pending(self) -> int:
+        """Ensembles have no queue of their own: what waits, waits for a member."""
+        return 0
+
+    def submit(self, call: Call) -> None:
+        if self._closed:
+            raise Unavailable("Server is stopping, scheduler for model has stopped accepting new inference requests")
+        run = _Run(self, call, wanted_steps(self.config, self.members, call.request.outputs))
+        call.execution = run
+        run.start()
+
+    def withdraw(self, call: Call) -> None:
+        call.execution.abort(None)
+
+    async def close(self) -> None:
+        """Takes no more calls; those under way hold leases, for which the model waits."""
+        self._closed = True
+
+
+def wanted_steps(
+    ensemble: ModelConfig, members: tuple[Member, ...], requested: tuple[str, ...]
+) -> tuple[tuple[Member, tuple[str, ...]], ...]:
+    """The steps to run for the requested outputs, each with the outputs to ask its model for.
+
+    Outputs that nobody asked for are pruned, then the steps all of whose outputs are pruned, then the tensors that
+    only those needed. A tensor whose last consumer was pruned goes too, even if it was asked for: such a request ends
+    in the deadlock error, as it does in Triton.
+    """
+    if not requested or set(requested) == set(ensemble.outputs):
+        return tuple((member, tuple(member.outputs)) for member in members)
+    consumers: dict[str, set[int]] = {}
+    maker: dict[str, int] = {}
+    for index, member in enumerate(members):
+        for tensor in member.inputs.values():
+            consumers.setdefault(tensor, set()).add(index)
+        for tensor in member.outputs.values():
+            maker[tensor] = index
+    alive = {index: set(member.outputs.values()) for index, member in enumerate(members)}
+    ignored = {name for name in ensemble.outputs if name not in requested}
+    while ignored:
+        newly: set[str] = set()
+        for tensor in ignored:
+            index = maker.get(tensor, -1)
+            if index not in alive:
+                continue
+            alive[index].discard(tensor)
+            if not alive[index]:
+                del alive[index]
+                for needed in members[index].inputs.values():
+                    consumers[needed].discard(index)
+                    if not consumers[needed]:
+                        newly.add(needed)
+        ignored = newly
+    return tuple(
+        (member, tuple(name for name, tensor in member.outputs.items() if tensor in alive[index]))
+        for index, member in enumerate(members)
+        if index in alive
+    )
+
+
+class _Scope:
+    """Tensors at one place of the flow; None is a tensor that will not come."""
+
+    __slots__ = ("answered", "children", "parent", "started", "tensors")
+
+    def __init__(self, parent: "_Scope | None") -> None:
+        self.parent = parent
+        self.tensors: dict[str, Tensor | None] = {}
+        self.children: list[_Scope] = []
+        self.started: set[int] = set()
+        self.answered = False
+
+    def find(self, name: str) -> "tuple[_Scope, Tensor | None] | None":
+        scope: _Scope | None = self
+        while scope is not None:
+            if name in scope.tensors:
+                return scope, scope.tensors[name]
+            scope = scope.parent
+        return None
+
+    def below(self) -> Iterator["_Scope"]:
+        yield self
+        for child in self.children:
+            yield from child.below()
+
+
+class _Run:
+    """One call of an ensemble."""
+
+    def __init__(
+        self, scheduler: EnsembleScheduler, call: Call, steps: tuple[tuple[Member, tuple[str, ...]], ...]
+    ) -> None:
+        self._scheduler = scheduler
+        self._call = call
+        self._steps = steps
+        self._root = _Scope(None)
+        self._running: dict[_StepSink, Call | None] = {}
+        self._ended = False
+        self._responses = 0
+        #: How deep in `_advance` we are: a step may answer while it is being started.
+        self._starting = 0
+        config = scheduler.config
+        requested = call.request.outputs
+        self._outputs = [name for name in sorted(config.outputs) if not requested or name in requested]
+        sequence = call.request.sequence or SequenceControl(0)
+        #: What Triton adds to every response of an ensemble.
+        self._parameters: dict[str, ParameterValue] = {
+            "sequence_id": sequence.correlation_id,
+            "sequence_start": sequence.start,
+            "sequence_end": sequence.end,
+        }
+
+    def start(self) -> None:
+        given = {tensor.name: tensor for tensor in self._call.request.inputs}
+        for name in self._scheduler.config.inputs:
+            self._root.tensors[name] = given.get(name)
+        self._advance(self._root)
+        if not self._ended and not self._running:
+            self._finish(False)
+
+    def abort(self, error: NaiadError | None) -> None:
+        """Ends the call before its time: with a step's error, or because the client has left."""
+        self._ended = True
+        for running in list(self._running.values()):
+            if running is not None:
+                running.cancel()
+        self._running.clear()
+        try:
+            if error is None:
+                self._call.fail_cancelled()
+            else:
+                self._call.fail(error, "OTHER")
+        except Exception as problem:
+            self._scheduler.report(
+                f"an error of ensemble '{self._scheduler.config.name}' could not be passed on", problem
+            )
+
+    def answered(self, sink: "_StepSink", result: Result | None, final: bool) -> None:
+        """A step has answered."""
+        if final:
+            self._running.pop(sink, None)
+        if self._ended:
+            return
+        name = self._scheduler.config.name
+        if isinstance(result, NaiadError):
+            self.abort(type(result)(f"in ensemble '{name}', {result.message}"))
+            return
+        empty = False
+        if result is not None:
+            scope = sink.scope
+            member = sink.member
+            if member.config.decoupled:
+                scope = _Scope(scope)
+                sink.scope.children.append(scope)
+            self._put(scope, member, result.owned())
+            empty = not result.outputs
+            self._advance(scope)
+        if final and not self._ended and not self._running and not self._starting:
+            self._finish(empty)
+
+    def _put(self, scope: _Scope, member: Member, response: InferResponse) -> None:
+        got = {tensor.name: tensor for tensor in response.outputs}
+        for output, name in member.outputs.items():
+            tensor = got.get(output)
+            scope.tensors[name] = None if tensor is None else msgspec.structs.replace(tensor, name=name)
+
+    def _advance(self, scope: _Scope) -> None:
+        """Starts the steps that can start now that `scope` has new tensors, and answers what is complete."""
+        self._starting += 1
+        try:
+            for place in list(scope.below()):
+                for index, (member, outputs) in enumerate(self._steps):
+                    if index not in place.started and self._belongs(member.inputs.values(), place):
+                        inputs = self._inputs_of(member, place)
+                        if inputs is not None:
+                            place.started.add(index)
+                            self._start_step(member, outputs, inputs, place)
+                            if self._ended:
+                                return
+                self._answer(place)
+        finally:
+            self._starting -= 1
+
+    @staticmethod
+    def _belongs(names: Any, place: _Scope) -> bool:
+        """Whether all tensors are settled in sight of `place`, at least one in `place` itself."""
+        own = False
+        for name in names:
+            found = place.find(name)
+            if found is None:
+                return False
+            own = own or found[0] is place
+        return own
+
+    def _inputs_of(self, member: Member, place: _Scope) -> tuple[Tensor, ...] | None:
+        """The tensors of a step under its model's names and with or without a batch dimension as the model has it;
+        None when one that the model requires will not come."""
+        inputs: list[Tensor] = []
+        for name, source in member.inputs.items():
+            found = place.find(source)
+            assert found is not None, "this is a bug: a step was started before its inputs were there"
+            tensor = found[1]
+            spec = member.config.inputs[name]
+            if tensor is None:
+                if not spec.optional:
+                    return None
+                continue
+            shape = fitted(tensor.shape, spec, member.config.batching)
+            inputs.append(Tensor(name, tensor.datatype, shape, tensor.data))
+        return tuple(inputs)
+
+    def _start_step(self, member: Member, outputs: tuple[str, ...], inputs: tuple[Tensor, ...], place: _Scope) -> None:
+        request = self._call.request
+        step_request = InferRequest(
+            member.model_name,
+            inputs,
+            member.model_version,
+            request.id,
+            outputs,
+            request.parameters,
+            request.sequence,
+            request.priority,
+            request.timeout_us,
+        )
+        sink = _StepSink(self, member, place)
+        self._running[sink] = None
+        try:
+            call = self._scheduler.infer(step_request, sink)
+        except NaiadError as error:
+            del self._running[sink]
+            self.abort(type(error)(f"in ensemble '{self._scheduler.config.name}', {error.message}"))
+            return
+        if sink in self._running:
+            self._running[sink] = call
+
+    def _answer(self, place: _Scope) -> None:
+        """Sends a response when all outputs are in sight, once per scope that holds one of them."""
+        config = self._scheduler.config
+        if place.answered or not self._belongs(self._outputs, place):
+            return
+        tensors: list[Tensor] = []
+        for name in self._outputs:
+            found = place.find(name)
+            if found is None or found[1] is None:
+                return
+            tensor = found[1]
+            shape = fitted(tensor.shape, config.outputs[name], config.batching)
+            tensors.append(Tensor(name, tensor.datatype, shape, tensor.data))
+        place.answered = True
+        self._send(tuple(tensors), self._parameters)
+
+    def _send(self, outputs: tuple[Tensor, ...], parameters: dict[str, ParameterValue]) -> None:
+        scheduler = self._scheduler
+        request = self._call.request
+        response = InferResponse(scheduler.config.name, scheduler.version, request.id, outputs, parameters)
+        self._responses += 1
+        if scheduler.config.decoupled:
+            self._deliver(response, False)
+        else:
+            self._count()
+            self._ended = True
+            self._deliver(response, True)
+
+    def _finish(self, empty: bool) -> None:
+        """No step runs and none can start."""
+        if self._responses or self._scheduler.config.decoupled:
+            self._count()
+            self._ended = True
+            self._deliver(None, True)
+        elif empty:
+            self._send((), {})
+        else:
+            self.abort(
+                InvalidArgument(
+                    f"in ensemble '{self._scheduler.config.name}', [request id: {self._call.request.id or '<id_unknown>'}] "
+                    "unexpected deadlock, at least one output is not set while no more ensemble steps can be made"
+                )
+            )
+
+    def _deliver(self, response: InferResponse | None, final: bool) -> None:
+        try:
+            self._call.deliver(response, final)
+        except Exception as problem:
+            name = self._scheduler.config.name
+            self._scheduler.report(f"a response of ensemble '{name}' could not be passed on", problem)
+
+    def _count(self) -> None:
+        """An ensemble counts as one execution that computes from its start to its end (reference R12-26)."""
+        start = self._call.queued_ns
+        end = time.monotonic_ns()
+        times = ComputeTimes(start, start, end, end)
+        count_execution(self._scheduler.statistics, [self._call], self._call.rows, times, True)
+
+
+class _StepSink:
+    """Where the answers of one step go."""
+
+    __slots__ = ("_run", "member", "scope")
+
+    def __init__(self, run: _Run, member: Member, scope: _Scope) -> None:
+        self._run = run
+        self.member = member
+        self.scope = scope
+
+    def send(self, result: Result | None, final: bool) -> None:
+        self._run.answered(self, result, final)
+
+
+def fitted(shape: tuple[int, ...], spec: TensorConfig, batching: bool) -> tuple[int, ...]:
+    """A shape with the batch dimension the reader expects: 1 is put in front for a model that batches, and dropped
+    for one that does not, where only that is missing or too much (reference R2-39)."""
+    rank = len(spec.dims)
+    if batching and len(shape) == rank:
+        return (1, *shape)
+    if not batching and len(shape) == rank + 1 and shape[0] == 1:
+        return shape[1:]
+    return shape
