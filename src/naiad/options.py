@@ -140,9 +140,9 @@ def _key_value(setting: str, flag: str, form: str, text: str) -> tuple[str, str]
 def _restriction(flag: str) -> Callable[[str], Restriction]:
     def parse(text: str) -> Restriction:
         names, colon, header = text.partition(":")
-        if not colon or "=" not in header:
+        key, equals, value = header.partition("=")
+        if not colon or not equals or not key:
             raise ValueError(f"{flag} option format is '<config name>:<setting>=<value>'. Got {text}")
-        key, _, value = header.partition("=")
         categories = frozenset(name.strip() for name in names.split(","))
         for name in sorted(categories - frozenset(API_CATEGORIES)):
             raise ValueError(f"unknown restricted api '{name}'; there are {', '.join(API_CATEGORIES)}")
@@ -199,16 +199,18 @@ def _trace_setting(text: str) -> Setting:
 
 
 def _metrics_setting(text: str) -> tuple[str, str]:
-    """One `--metrics-config`: the name and the text of a setting that `metrics_settings` understands."""
+    """One `--metrics-config`: the name and the text of a setting that `MetricsSettings` understands."""
     key, value = _key_value(text, "--metrics-config", "<setting>=<value>", text)
-    if key in ("counter_latencies", "summary_latencies", "histogram_latencies"):
+    if key in ("counter_latencies", "summary_latencies"):
         parse_bool(value)
+    elif key == "histogram_latencies":
+        if parse_bool(value):
+            raise ValueError("histogram_latencies is not supported by this server; use summary_latencies")
     elif key == "summary_quantiles":
         parse_quantiles(value)
     else:
         raise ValueError(
-            f"unknown metrics setting '{key}'; there are counter_latencies, histogram_latencies, "
-            "summary_latencies, summary_quantiles"
+            f"unknown metrics setting '{key}'; there are counter_latencies, summary_latencies, summary_quantiles"
         )
     return key, value
 
@@ -627,7 +629,7 @@ class ServerOptions:
     metrics_config: tuple[tuple[str, str], ...] = _metrics(
         "--metrics-config",
         (),
-        "A setting of the metrics: counter_latencies, histogram_latencies, summary_latencies (booleans), or "
+        "A setting of the metrics: counter_latencies, summary_latencies (booleans), or "
         "summary_quantiles (<quantile>:<error>,...).",
         parse=_metrics_setting,
         metavar="setting=value",

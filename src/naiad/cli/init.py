@@ -1,0 +1,103 @@
+"""`naiad init`: something to start from: the example repository, or the folder of one new model."""
+
+import re
+from pathlib import Path
+
+import click
+
+#: Backend -> the file of a model that the user has to bring.
+_FILES = {
+    "onnxruntime": "model.onnx",
+    "openvino": "model.xml",
+    "pytorch": "model.pt",
+    "tensorflow": "model.savedmodel",
+}
+
+_PYTHON_CONFIG = """\
+name: "{name}"
+backend: "python"
+max_batch_size: 8
+
+input [
+  {{ name: "INPUT", data_type: TYPE_FP32, dims: [ -1 ] }}
+]
+output [
+  {{ name: "OUTPUT", data_type: TYPE_FP32, dims: [ -1 ] }}
+]
+
+dynamic_batching {{ }}
+"""
+
+_PYTHON_MODEL = '''\
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        """Called once, when the model is loaded. args["model_config"] is the configuration as JSON."""
+
+    def execute(self, requests):
+        """Returns one response for each request, in the same order."""
+        responses = []
+        for request in requests:
+            array = pb_utils.get_input_tensor_by_name(request, "INPUT").as_numpy()
+            responses.append(pb_utils.InferenceResponse([pb_utils.Tensor("OUTPUT", array)]))
+        return responses
+
+    def finalize(self):
+        """Called once, when the model is unloaded."""
+'''
+
+_FILE_CONFIG = """\
+name: "{name}"
+backend: "{backend}"
+
+# Put the model at 1/{file}. What is not said here (inputs, outputs, the largest batch) is read from it where the
+# file tells; add a line for what should be different.
+dynamic_batching {{ }}
+"""
+
+
+def write_model(directory: Path, backend: str) -> list[Path]:
+    """Writes the folder of a model, which must not exist, and returns its files. The folder's name is the model's."""
+    if not re.fullmatch(r"[^\s/]+", directory.name):
+        raise click.ClickException(f"'{directory.name}' cannot be the name of a model")
+    if directory.exists():
+        raise click.ClickException(f"{directory} exists already")
+    version = directory / "1"
+    version.mkdir(parents=True)
+    config = directory / "config.pbtxt"
+    if backend == "python":
+        config.write_text(_PYTHON_CONFIG.format(name=directory.name))
+        model = version / "model.py"
+        model.write_text(_PYTHON_MODEL)
+        return [config, model]
+    config.write_text(_FILE_CONFIG.format(name=directory.name, backend=backend, file=_FILES[backend]))
+    return [config]
+
+
+@click.command("init")
+@click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
+@click.option("--example", is_flag=True, help="Write the example model repository into DIR.")
+@click.option(
+    "--backend",
+    type=click.Choice(["python", *_FILES]),
+    help="Write a model for this backend: DIR is <repository>/<model>.",
+)
+def command(directory: Path, example: bool, backend: str | None) -> None:
+    """Write the example model repository, or the folder of one new model, to start from."""
+    if example == (backend is not None):
+        raise click.UsageError("say one of --example and --backend=<backend>")
+    if backend is not None:
+        for path in write_model(directory, backend):
+            click.echo(f"wrote {path}")
+        if backend != "python":
+            click.echo(f"now put the model at {directory / '1' / _FILES[backend]}")
+        repository = directory.parent
+    else:
+        from naiad.examples import write_example
+
+        write_example(directory)
+        click.echo(f"wrote the example model repository {directory}")
+        repository = directory
+    click.echo(f"serve it with: naiad serve --model-repository={repository}")

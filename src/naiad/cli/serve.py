@@ -1,0 +1,132 @@
+"""`naiad serve`: the options of `naiad.options` as a command line, and the start of the server."""
+
+import sys
+from collections.abc import Iterable
+from itertools import groupby
+from typing import Any, NoReturn
+
+import click
+
+from naiad.errors import NaiadError
+from naiad.options import OPTIONS, REFUSED, Option, ServerOptions, parse_options
+
+#: Exit status for a wrong command line, as of Triton's server.
+_WRONG = 1
+
+
+def parse_arguments(arguments: list[str], prog_name: str = "naiad serve") -> ServerOptions:
+    """The options of a command line. Raises click.ClickException with a text for the user, or click.exceptions.Exit
+    after printing the help."""
+    with _Serve().make_context(prog_name, list(arguments)) as context:
+        return _options(context)
+
+
+def main_as_tritonserver(arguments: list[str]) -> int:
+    """Serves with a command line in the form of Triton's server: no subcommand, and even --help exits with 1."""
+    if "--help" in arguments:
+        with _Serve().make_context("naiad", [], resilient_parsing=True) as context:
+            click.echo(context.get_help(), err=True)
+        return _WRONG
+    try:
+        return _serve(parse_arguments(arguments, "naiad"))
+    except click.ClickException as error:
+        return _report(error)
+
+
+class _Serve(click.Command):
+    """The command. Its click options keep the texts as they are; `parse_options` understands them."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "serve",
+            params=[_click_option(name, option) for name, option in OPTIONS.items() if option.available],
+            help="Serve the models of a repository over HTTP and gRPC.",
+        )
+
+    def invoke(self, ctx: click.Context) -> NoReturn:
+        ctx.exit(_serve(_options(ctx)))
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            raise _unknown(error) from None
+        except click.UsageError as error:
+            raise _WrongUsage(error.format_message()) from None
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        for group, options in groupby(_available(), key=lambda option: option.group):
+            with formatter.section(group):
+                formatter.write_dl([_help_line(option) for option in options])
+
+
+class _WrongUsage(click.ClickException):
+    exit_code = _WRONG
+
+    def show(self, file: Any = None) -> None:
+        click.echo(f"{self.message}\nTry 'naiad serve --help' for the options.", file=sys.stderr)
+
+
+def _available() -> Iterable[Option]:
+    return (option for option in OPTIONS.values() if option.available)
+
+
+def _click_option(name: str, option: Option) -> click.Option:
+    if option.switch:
+        return click.Option([option.flag, *option.aliases, name], is_flag=True)
+    return click.Option([option.flag, *option.aliases, name], multiple=True, metavar=f"<{option.metavar}>")
+
+
+def _help_line(option: Option) -> tuple[str, str]:
+    names = ", ".join((option.flag, *option.aliases))
+    default = _DEFAULTS[option.flag]
+    text = option.help
+    if default not in (None, "", ()) and not option.switch:
+        text += f"  [default: {str(default).lower() if isinstance(default, bool) else default}]"
+    return (names if option.switch else f"{names} <{option.metavar}>"), text
+
+
+_DEFAULTS: dict[str, Any] = {
+    option.flag: ServerOptions.__dataclass_fields__[name].default for name, option in OPTIONS.items()
+}
+
+
+def _unknown(error: click.NoSuchOption) -> click.ClickException:
+    flag = error.option_name
+    if flag in REFUSED:
+        return _WrongUsage(f"naiad: option '{flag}' of Triton's server is not supported: {REFUSED[flag]}")
+    if any(flag == option.flag for option in OPTIONS.values()):
+        return _WrongUsage(f"naiad: option '{flag}' is not supported by this server")
+    hint = f" Did you mean {' or '.join(sorted(error.possibilities))}?" if error.possibilities else ""
+    return _WrongUsage(f"naiad: unrecognized option '{flag}'.{hint}")
+
+
+def _options(context: click.Context) -> ServerOptions:
+    given: dict[str, list[str]] = {}
+    for name, value in context.params.items():
+        if OPTIONS[name].switch:
+            given[name] = ["true"] if value else []
+        else:
+            given[name] = list(value)
+    try:
+        return parse_options(given)
+    except NaiadError as error:
+        raise _WrongUsage(error.message) from None
+
+
+def _serve(options: ServerOptions) -> int:
+    from naiad.server import serve
+
+    try:
+        return serve(options)
+    except NaiadError as error:
+        click.echo(f"error: creating server: {error.message}", err=True)
+        return 1
+
+
+def _report(error: click.ClickException) -> int:
+    error.show()
+    return _WRONG
+
+
+command = _Serve()
