@@ -1,0 +1,58 @@
+"""Finding and importing a model's Python file, the way models have come to rely on."""
+
+import importlib.machinery
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from naiad.backends.python import pb_utils
+from naiad.errors import Internal
+
+#: The names under which models import `pb_utils`; the second is the compiled part of Triton's.
+NAMES = ("triton_python_backend_utils", "c_python_backend_utils")
+
+
+def model_class(path: Path) -> Any:
+    """`TritonPythonModel` of the file `path`, imported anew.
+
+    The module is named `<folder>.<file>`, for example `1.model`, so that relative imports work. The folder and its
+    parent go to the end of `sys.path`, and stay there for later imports of the model. Raises what the file raises,
+    and Internal for a file that cannot be a model.
+    """
+    if not path.is_file():
+        raise Internal(f"Python model file not found in '{path}'")
+    if path.suffix != ".py":
+        raise Internal(f"Model name must end with '.py'. Model name is \"{path.name}\".")
+    for name in NAMES:
+        sys.modules[name] = pb_utils
+    folder = path.parent
+    for entry in (str(folder), str(folder.parent)):
+        if entry not in sys.path:
+            sys.path.append(entry)
+    _forget(folder.name)
+    sys.modules[folder.name] = package = _package(folder)
+    if package.__spec__ is not None and package.__spec__.loader is not None and package.__file__:
+        package.__spec__.loader.exec_module(package)
+    name = f"{folder.name}.{path.stem}"
+    __import__(name)
+    return sys.modules[name].TritonPythonModel
+
+
+def _forget(package: str) -> None:
+    """Removes what another model, or an earlier instance of this one, has imported from a folder of that name."""
+    for name in [name for name in sys.modules if name == package or name.startswith(f"{package}.")]:
+        del sys.modules[name]
+
+
+def _package(folder: Path) -> ModuleType:
+    """The version folder as a package of its own: a search would find the "1" of any model on `sys.path`."""
+    init = folder / "__init__.py"
+    if init.is_file():
+        spec = importlib.util.spec_from_file_location(folder.name, init, submodule_search_locations=[str(folder)])
+    else:
+        spec = importlib.machinery.ModuleSpec(folder.name, None, is_package=True)
+        spec.submodule_search_locations = [str(folder)]
+    assert spec is not None
+    return importlib.util.module_from_spec(spec)

@@ -1,0 +1,322 @@
+"""`pb_utils.InferenceRequest`: requests the model gets, and those it makes for other models (BLS)."""
+
+import asyncio
+import enum
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from naiad import datatypes
+from naiad.backends.api import BackendRequest, Services
+from naiad.backends.python import calls, current
+from naiad.backends.python.failures import TritonModelException
+from naiad.backends.python.response import ErrorCode, InferenceResponse, TritonError, checked_parameters
+from naiad.backends.python.sender import InferenceResponseSender
+from naiad.backends.python.tensor import Tensor, host_array, of_array
+from naiad.datatypes import DataType
+from naiad.errors import NaiadError
+
+REQUEST_RELEASE_ALL = 1
+REQUEST_RELEASE_RESCHEDULE = 2
+
+
+class MemoryType(enum.IntEnum):
+    TRITONSERVER_MEMORY_GPU = 0
+    TRITONSERVER_MEMORY_CPU = 1
+
+
+class PreferredMemory:
+    """Where the outputs of a BLS call should be. They are always on the CPU here; frameworks copy what they need."""
+
+    __slots__ = ("device_id", "memory_type")
+
+    def __init__(self, preferred_memory_type: MemoryType, preferred_device_id: int = 0) -> None:
+        self.memory_type = MemoryType(preferred_memory_type)
+        self.device_id = preferred_device_id
+
+
+class InferenceTrace:
+    """The trace of a request."""
+
+    __slots__ = ("_context",)
+
+    def __init__(self, context: str | None = None) -> None:
+        self._context = context
+
+    def get_context(self) -> str | None:
+        """The OpenTelemetry context as JSON, or None where the request is not traced that way."""
+        return self._context
+
+
+class InferenceRequest:
+    """A request for another model, made by a model."""
+
+    __slots__ = (
+        "_correlation_id",
+        "_flags",
+        "_inputs",
+        "_model_name",
+        "_model_version",
+        "_outputs",
+        "_parameters",
+        "_release_flags",
+        "_request_id",
+        "_timeout",
+        "_trace",
+    )
+
+    _inputs: list[Tensor] | None
+
+    def __init__(
+        self,
+        request_id: str = "",
+        correlation_id: int | str = 0,
+        inputs: Sequence[Tensor] = (),
+        requested_output_names: Sequence[str] = (),
+        model_name: str = "",
+        model_version: int = -1,
+        flags: int = 0,
+        timeout: int = 0,
+        preferred_memory: PreferredMemory | None = None,
+        trace: InferenceTrace | None = None,
+        parameters: Mapping[str, Any] | None = None,
+    ) -> None:
+        where = f"for request with id '{request_id}' and model name '{model_name}' should not be empty."
+        tensors = list(inputs)
+        for tensor in tensors:
+            if tensor is None:
+                raise TritonModelException(f"Input tensor {where}")
+            if not isinstance(tensor, Tensor):
+                raise TypeError(f"InferenceRequest needs a list of Tensor objects, got one of {type(tensor)}")
+        if isinstance(requested_output_names, str):
+            raise TypeError("InferenceRequest needs a list of requested_output_names, got <class 'str'>")
+        if not all(requested_output_names):
+            raise TritonModelException(f"Requested output name {where}")
+        if not isinstance(correlation_id, (int, str)):
+            raise TritonModelException("Correlation ID must be integer or string")
+        self._request_id = request_id
+        self._correlation_id = correlation_id
+        self._inputs = tensors
+        self._outputs = tuple(dict.fromkeys(requested_output_names))
+        self._model_name = model_name
+        self._model_version = model_version
+        self._flags = flags
+        self._timeout = timeout
+        self._trace = trace
+        self._parameters = checked_parameters(parameters) if parameters else {}
+        self._release_flags = REQUEST_RELEASE_ALL
+
+    def inputs(self) -> list[Tensor]:
+        assert self._inputs is not None
+        return self._inputs
+
+    def request_id(self) -> str:
+        return self._request_id
+
+    def correlation_id(self) -> int | str:
+        return self._correlation_id
+
+    def requested_output_names(self) -> set[str]:
+        return set(self._outputs)
+
+    def flags(self) -> int:
+        return self._flags
+
+    def set_flags(self, flags: int) -> None:
+        self._flags = flags
+
+    def timeout(self) -> int:
+        """In us; 0 is none."""
+        return self._timeout
+
+    def parameters(self) -> str:
+        """The parameters as JSON."""
+        return json.dumps(self._parameters)
+
+    def trace(self) -> InferenceTrace:
+        return self._trace or InferenceTrace()
+
+    def is_cancelled(self) -> bool:
+        return False
+
+    def get_response_sender(self) -> InferenceResponseSender:
+        raise TritonModelException(
+            "Unable to send response. Response sender has no reference to the decoupled state of the model."
+        )
+
+    def set_release_flags(self, flags: int) -> None:
+        """Says whether the request is done when `execute` returns, or goes through it once more (RESCHEDULE)."""
+        if flags not in (REQUEST_RELEASE_ALL, REQUEST_RELEASE_RESCHEDULE):
+            raise TritonModelException(f"Unsupported release flags {flags} for request with id '{self.request_id()}'.")
+        self._release_flags = flags
+
+    def exec(self, decoupled: bool = False) -> "InferenceResponse | ResponseIterator":
+        """Runs the request and blocks for its response, or with `decoupled` answers an iterator of all of them.
+
+        Errors of the called model come as responses. Raises TritonModelException outside of `execute`.
+        """
+        instance = current.instance()
+        if not instance.is_serving:
+            raise TritonModelException("BLS is only supported during the 'execute' function.")
+        services = instance.services
+        call = calls.InferCall(
+            model_name=self._model_name,
+            model_version=self._model_version,
+            inputs=tuple([_value(tensor) for tensor in self.inputs()]),
+            outputs=self._outputs,
+            request_id=self._request_id,
+            correlation_id=self._correlation_id,
+            flags=self._flags,
+            timeout_us=self._timeout,
+            parameters=dict(self._parameters),
+            decoupled=decoupled,
+        )
+        try:
+            answer = services.call("infer", call)
+        except NaiadError as error:
+            text = f"Model {self._model_name} - Error when running inference: {error.message}"
+            refused = InferenceResponse(error=TritonError(text))
+            return ResponseIterator(services, None, [refused]) if decoupled else refused
+        if decoupled:
+            return ResponseIterator(services, calls.read(answer, calls.StreamAnswer).stream)
+        return _response(calls.read(answer, calls.InferAnswer))
+
+    def async_exec(self, decoupled: bool = False) -> "asyncio.Future[InferenceResponse | ResponseIterator]":
+        """`exec` in a thread; for `await`."""
+        return asyncio.get_running_loop().run_in_executor(None, self.exec, decoupled)
+
+    def __repr__(self) -> str:
+        return f"<InferenceRequest {self.request_id()!r} {self.inputs()}>"
+
+
+class ReceivedRequest(InferenceRequest):
+    """A request that the model has to answer. Made for each request of each batch, so it fetches what is asked."""
+
+    __slots__ = ("_is_decoupled", "_sender", "_source")
+
+    def __init__(
+        self, source: BackendRequest, is_decoupled: bool, sender: InferenceResponseSender | None = None
+    ) -> None:
+        self._source = source
+        self._is_decoupled = is_decoupled
+        # A decoupled request nobody keeps must end, which its sender sees to.
+        self._sender = InferenceResponseSender(source, True) if is_decoupled and sender is None else sender
+        self._inputs = None
+        self._flags = -1
+        self._release_flags = REQUEST_RELEASE_ALL
+
+    def inputs(self) -> list[Tensor]:
+        tensors = self._inputs
+        if tensors is None:
+            tensors = self._inputs = [of_array(name, array) for name, array in self._source.inputs.items()]
+        return tensors
+
+    def request_id(self) -> str:
+        return self._source.id
+
+    def correlation_id(self) -> int | str:
+        return self._source.correlation_id
+
+    def requested_output_names(self) -> set[str]:
+        return set(self._source.outputs)
+
+    def flags(self) -> int:
+        return self._source.flags if self._flags < 0 else self._flags
+
+    def timeout(self) -> int:
+        return self._source.timeout_us
+
+    def parameters(self) -> str:
+        return json.dumps(dict(self._source.parameters))
+
+    def trace(self) -> InferenceTrace:
+        return InferenceTrace()
+
+    def is_cancelled(self) -> bool:
+        return self._source.is_cancelled()
+
+    def get_response_sender(self) -> InferenceResponseSender:
+        sender = self._sender
+        if sender is None:
+            sender = self._sender = InferenceResponseSender(self._source, self._is_decoupled)
+        return sender
+
+    def exec(self, decoupled: bool = False) -> "InferenceResponse | ResponseIterator":
+        raise TritonModelException(
+            "A request that a model has received cannot be executed. Make an InferenceRequest with its inputs."
+        )
+
+
+class ResponseIterator:
+    """The responses of a decoupled call, as they come. Iterating once more goes through them again."""
+
+    __slots__ = ("__weakref__", "_at", "_responses", "_services", "_stream")
+
+    def __init__(
+        self, services: Services, stream: int | None, responses: list[InferenceResponse] | None = None
+    ) -> None:
+        self._services = services
+        #: None when the final response is here.
+        self._stream = stream
+        self._responses = responses or []
+        self._at = 0
+
+    def __iter__(self) -> Iterator[InferenceResponse]:
+        if self._stream is None and self._at >= len(self._responses):
+            self._at = 0
+        return self
+
+    def __next__(self) -> InferenceResponse:
+        if self._at == len(self._responses):
+            if self._stream is None:
+                raise StopIteration
+            self._responses.append(self._next(self._stream))
+        self._at += 1
+        return self._responses[self._at - 1]
+
+    def _next(self, stream: int) -> InferenceResponse:
+        try:
+            answer = calls.read(self._services.call("next_response", calls.StreamCall(stream)), calls.InferAnswer)
+        except NaiadError as error:
+            self._stream = None
+            return InferenceResponse(error=_error(error.triton_code, error.message))
+        if answer.final:
+            self._stream = None
+        return _response(answer)
+
+    def cancel(self) -> None:
+        """Asks the called model to stop; what it still sends can be fetched."""
+        if self._stream is not None:
+            self._services.call("cancel", calls.StreamCall(self._stream))
+
+
+def _value(tensor: Tensor) -> calls.TensorValue:
+    array = host_array(tensor)
+    datatype = datatypes.from_numpy(array.dtype)
+    assert datatype is not None
+    if datatype is DataType.BYTES:
+        data = memoryview(datatypes.pack_bytes(array.ravel()))
+    else:
+        data = array.reshape(-1).view(np.uint8).data
+    return calls.TensorValue(tensor.name(), datatype.number, array.shape, data)
+
+
+def _tensor(value: calls.TensorValue) -> Tensor:
+    datatype = datatypes.BY_NUMBER[value.datatype]
+    if datatype is DataType.BYTES:
+        return of_array(value.name, datatypes.unpack_bytes(value.data, value.shape))
+    return of_array(value.name, np.frombuffer(value.data, datatype.numpy).reshape(value.shape))
+
+
+def _response(answer: calls.InferAnswer) -> InferenceResponse:
+    if answer.error is not None:
+        return InferenceResponse(error=_error(answer.error.code, answer.error.message))
+    response = InferenceResponse([_tensor(value) for value in answer.outputs])
+    response._parameters = answer.parameters
+    return response
+
+
+def _error(code: str, message: str) -> TritonError:
+    return TritonError(message, ErrorCode.__members__.get(code, ErrorCode.UNKNOWN))

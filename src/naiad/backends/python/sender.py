@@ -1,0 +1,141 @@
+"""`pb_utils.InferenceResponseSender`: answers to one request, from any thread, during and after `execute`.
+
+The host wants exactly one final answer per request. A model may forget it, so a sender that is let go without one
+ends its request. That happens wherever the garbage collector runs, possibly inside of the host's own sending,
+so a thread of its own does it.
+"""
+
+import functools
+import threading
+from queue import SimpleQueue
+from typing import NamedTuple
+
+from naiad.backends.api import BackendRequest, BackendResponse
+from naiad.backends.python.failures import TritonModelException
+from naiad.backends.python.response import InferenceResponse, result
+from naiad.errors import Internal, NaiadError
+
+RESPONSE_COMPLETE_FINAL = 1
+
+#: Guards the state of all senders; held for a few instructions, never while something is sent.
+_lock = threading.Lock()
+
+
+class InferenceResponseSender:
+    """Sends the responses of one request: one for an ordinary model, any number for a decoupled one."""
+
+    # `_is_closed` is what the model may know, `_has_ended` that the host has its final answer.
+    __slots__ = ("_dropped", "_ended", "_has_ended", "_is_closed", "_is_decoupled", "_sent_count", "_source")
+
+    def __init__(self, source: BackendRequest, is_decoupled: bool) -> None:
+        self._source = source
+        self._is_decoupled = is_decoupled
+        self._sent_count = 0
+        self._is_closed = False
+        self._has_ended = False
+        #: Set at the end; `execute` of an ordinary model waits for it.
+        self._ended = None if is_decoupled else threading.Event()
+        self._dropped = _dropped_senders()
+
+    def send(self, response: InferenceResponse | None = None, flags: int = 0) -> None:
+        """Sends a response, or with the flag TRITONSERVER_RESPONSE_COMPLETE_FINAL the last one, which may be None.
+
+        Raises TritonModelException when there may be no such response, or it cannot be sent.
+        """
+        if flags not in (0, RESPONSE_COMPLETE_FINAL):
+            raise TritonModelException("Unable to send response. Unsupported flag provided.")
+        if response is None:
+            if flags == 0:
+                raise TritonModelException(
+                    "Inference Response object must be provided when the response flags is set to zero."
+                )
+        elif not isinstance(response, InferenceResponse):
+            raise TypeError(f"send needs an InferenceResponse, got {type(response)}")
+        answer = None if response is None else result(response, self._source.outputs)
+        with _lock:
+            if not self._is_decoupled:
+                if response is not None and self._sent_count:
+                    raise TritonModelException(
+                        "Unable to send response. Non-decoupled model cannot send more than one response."
+                    )
+                if response is None and not self._sent_count:
+                    raise TritonModelException(
+                        "Unable to send response. Non-decoupled model cannot send complete final before sending a "
+                        "response."
+                    )
+            if self._is_closed:
+                raise TritonModelException("Unable to send response. Response sender has been closed.")
+            if flags == RESPONSE_COMPLETE_FINAL:
+                self._is_closed = True
+            self._sent_count += 1
+            if self._has_ended:  # an ordinary model closes after its one response
+                return
+            final = not self._is_decoupled or flags == RESPONSE_COMPLETE_FINAL
+            self._has_ended = final
+        try:
+            self._source.send(answer, final)
+        except NaiadError as error:
+            if final:
+                self._source.send(error, True)
+            raise TritonModelException(error.message) from error
+        finally:
+            if final and self._ended is not None:
+                self._ended.set()
+
+    def is_cancelled(self) -> bool:
+        return self._source.is_cancelled()
+
+    def __del__(self) -> None:
+        # A constructor that failed leaves no `_has_ended`.
+        if not getattr(self, "_has_ended", True):
+            self._dropped.put(_Dropped(self._source, self._sent_count, self._ended))
+
+
+def end(sender: InferenceResponseSender, answer: BackendResponse | NaiadError | None) -> None:
+    """Gives the host the final answer, if it has none yet, and closes the sender."""
+    with _lock:
+        sender._is_closed = True
+        if sender._has_ended:
+            return
+        sender._has_ended = True
+    try:
+        send_final(sender._source, answer)
+    finally:
+        if sender._ended is not None:
+            sender._ended.set()
+
+
+def send_final(source: BackendRequest, answer: BackendResponse | NaiadError | None) -> None:
+    """Gives the host the final answer of a request, or the reason why it cannot be sent."""
+    try:
+        source.send(answer, True)
+    except NaiadError as error:
+        source.send(error, True)
+
+
+class _Dropped(NamedTuple):
+    source: BackendRequest
+    sent_count: int
+    ended: threading.Event | None
+
+
+@functools.cache
+def _dropped_senders() -> "SimpleQueue[_Dropped]":
+    # `SimpleQueue.put` may be called while the same thread is inside of it, which `__del__` needs.
+    dropped: SimpleQueue[_Dropped] = SimpleQueue()
+    threading.Thread(target=_end_dropped, args=(dropped,), name="dropped-senders", daemon=True).start()
+    return dropped
+
+
+def _end_dropped(dropped: "SimpleQueue[_Dropped]") -> None:
+    while True:
+        source, sent_count, ended = dropped.get()
+        answer = None if sent_count else Internal("The model let go of its response sender without sending a response.")
+        try:
+            source.send(answer, True)
+        except NaiadError:
+            pass  # The host has given the request up itself.
+        finally:
+            if ended is not None:
+                ended.set()
+        del source, ended

@@ -1,0 +1,122 @@
+"""`pb_utils.Tensor`: a named array, or a tensor of another framework, on the CPU or a GPU."""
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from naiad import datatypes
+from naiad.backends.python import dlpack
+from naiad.backends.python.failures import TritonModelException
+from naiad.datatypes import DataType
+
+Array = npt.NDArray[Any]
+
+_BF16 = np.dtype(ml_dtypes.bfloat16)
+_EMPTY_NAME = "Tensor name cannot be an empty string."
+#: The dtypes an array is taken with as it is.
+_TAKEN = frozenset(datatype.numpy for datatype in DataType)
+
+
+class Tensor:
+    """A named tensor. `numpy_array` is kept, not copied, unless it is not in C order."""
+
+    # `_array` is None for a tensor on a device, which `_device` holds.
+    __slots__ = ("_array", "_device", "_name")
+
+    _name: str
+    _array: Array | None
+    _device: dlpack.DeviceTensor | None
+
+    def __init__(self, name: str, numpy_array: Array) -> None:
+        if not name:
+            raise TritonModelException(_EMPTY_NAME)
+        if not isinstance(numpy_array, np.ndarray):
+            raise TypeError(f"Tensor '{name}' needs a numpy.ndarray, got {type(numpy_array)}")
+        dtype = numpy_array.dtype
+        if dtype not in _TAKEN:
+            if datatypes.from_numpy(dtype) is None:
+                raise TritonModelException("NumPy dtype is not supported.")
+            if not dtype.isnative:
+                numpy_array = numpy_array.astype(dtype.newbyteorder("="))
+        self._name = name
+        self._array = numpy_array if numpy_array.flags.c_contiguous else np.ascontiguousarray(numpy_array)
+        self._device = None
+
+    def name(self) -> str:
+        return self._name
+
+    def as_numpy(self) -> Array:
+        """The array itself. Raises TritonModelException for BF16 and for tensors on a GPU."""
+        array = self._array
+        if array is None:
+            raise TritonModelException("Tensor is stored in GPU and cannot be converted to NumPy.")
+        if array.dtype == _BF16:
+            raise TritonModelException(
+                "Tensor dtype is BF16 and cannot be converted to NumPy. Use to_dlpack() and from_dlpack() instead."
+            )
+        return array
+
+    def shape(self) -> list[int]:
+        return list(self._array.shape if self._array is not None else self._on_device().shape)
+
+    def triton_dtype(self) -> int:
+        """The number of the data type, as in model_config.proto."""
+        datatype = datatypes.from_numpy(self._array.dtype if self._array is not None else self._on_device().dtype)
+        assert datatype is not None
+        return datatype.number
+
+    def is_cpu(self) -> bool:
+        return self._array is not None
+
+    def to_dlpack(self) -> Any:
+        """A DLPack capsule of the same memory."""
+        if self._array is None:
+            return self._on_device().capsule()
+        if self._array.dtype.kind in "SUO":
+            raise TritonModelException("DLPack does not have support for string tensors.")
+        return dlpack.from_array(self._array)
+
+    def __dlpack__(self, *, stream: Any = None, **options: Any) -> Any:
+        return self.to_dlpack()
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (dlpack.CPU, 0) if self._array is not None else self._on_device().device
+
+    @staticmethod
+    def from_dlpack(name: str, tensor: Any) -> "Tensor":
+        """A tensor of the memory of `tensor`: a DLPack capsule, or an object that makes one."""
+        if not name:
+            raise TritonModelException(_EMPTY_NAME)
+        self = Tensor.__new__(Tensor)
+        self._name = name
+        self._array = self._device = None
+        taken = dlpack.take(tensor)
+        if isinstance(taken, dlpack.DeviceTensor):
+            self._device = taken
+        else:
+            self._array = taken
+        return self
+
+    def _on_device(self) -> dlpack.DeviceTensor:
+        assert self._device is not None
+        return self._device
+
+    def __repr__(self) -> str:
+        return f"<Tensor {self._name} {self.shape()}>"
+
+
+def of_array(name: str, array: Array) -> Tensor:
+    """A tensor of an array known to be fit: an input of a request."""
+    tensor = Tensor.__new__(Tensor)
+    tensor._name = name
+    tensor._array = array
+    tensor._device = None
+    return tensor
+
+
+def host_array(tensor: Tensor) -> Array:
+    """The values of a tensor as an array, copied from the GPU where they are there."""
+    array = tensor._array
+    return array if array is not None else tensor._on_device().to_host()
