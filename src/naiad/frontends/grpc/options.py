@@ -1,0 +1,108 @@
+"""What the gRPC front end can be told, and which library can do it. Pure."""
+
+from typing import Literal
+
+import msgspec
+
+from naiad.errors import InvalidArgument
+from naiad.options import Restriction, ServerOptions
+
+Implementation = Literal["native", "grpcio"]
+
+
+class GrpcOptions(msgspec.Struct, frozen=True):
+    """The options of the front end; defaults are Triton's. Port 0 lets the system choose, None is no limit.
+
+    `forward` is the regular expression of the metadata that become request parameters, `drain_s` how long running
+    calls may take to finish when the front end stops.
+    """
+
+    address: str = "0.0.0.0"
+    port: int = 8001
+    reuse_port: bool = False
+    implementation: Literal["auto", "native", "grpcio"] = "auto"
+    restrictions: tuple[Restriction, ...] = ()
+    forward: str = ""
+    use_ssl: bool = False
+    use_ssl_mutual: bool = False
+    server_cert: str = ""
+    server_key: str = ""
+    root_cert: str = ""
+    compression_level: Literal["none", "low", "medium", "high"] = "none"
+    keepalive_time_ms: int = 7_200_000
+    keepalive_timeout_ms: int = 20_000
+    keepalive_permit_without_calls: bool = False
+    http2_max_pings_without_data: int = 2
+    http2_min_recv_ping_interval_ms: int = 300_000
+    http2_max_ping_strikes: int = 2
+    max_connection_age_ms: int | None = None
+    max_connection_age_grace_ms: int | None = None
+    reflection: bool = False
+    drain_s: float = 30.0
+
+    @property
+    def is_secure(self) -> bool:
+        return self.use_ssl or self.use_ssl_mutual
+
+    @property
+    def target(self) -> str:
+        host = f"[{self.address}]" if ":" in self.address and not self.address.startswith("[") else self.address
+        return f"{host}:{self.port}"
+
+    @classmethod
+    def of(cls, server: ServerOptions) -> "GrpcOptions":
+        """The front end's part of the server's options."""
+        return cls(
+            address=server.grpc_address,
+            port=server.grpc_port,
+            reuse_port=server.reuse_grpc_port,
+            implementation=server.grpc_implementation,
+            restrictions=server.grpc_restricted_protocol,
+            forward=server.grpc_header_forward_pattern,
+            use_ssl=server.grpc_use_ssl,
+            use_ssl_mutual=server.grpc_use_ssl_mutual,
+            server_cert=server.grpc_server_cert,
+            server_key=server.grpc_server_key,
+            root_cert=server.grpc_root_cert,
+            compression_level=server.grpc_infer_response_compression_level,
+            keepalive_time_ms=server.grpc_keepalive_time,
+            keepalive_timeout_ms=server.grpc_keepalive_timeout,
+            keepalive_permit_without_calls=server.grpc_keepalive_permit_without_calls,
+            http2_max_pings_without_data=server.grpc_http2_max_pings_without_data,
+            http2_min_recv_ping_interval_ms=server.grpc_http2_min_recv_ping_interval_without_data,
+            http2_max_ping_strikes=server.grpc_http2_max_ping_strikes,
+            max_connection_age_ms=server.grpc_max_connection_age,
+            max_connection_age_grace_ms=server.grpc_max_connection_age_grace,
+        )
+
+
+#: Flags of what only grpcio can do, and the field that asks for it where it differs from the default.
+_GRPCIO_ONLY = {
+    "--grpc-use-ssl": "use_ssl",
+    "--grpc-use-ssl-mutual": "use_ssl_mutual",
+    "--grpc-infer-response-compression-level": "compression_level",
+    "--grpc-http2-max-pings-without-data": "http2_max_pings_without_data",
+    "--grpc-http2-min-recv-ping-interval-without-data": "http2_min_recv_ping_interval_ms",
+    "--grpc-http2-max-ping-strikes": "http2_max_ping_strikes",
+    "--grpc-max-connection-age": "max_connection_age_ms",
+    "--grpc-max-connection-age-grace": "max_connection_age_grace_ms",
+}
+
+
+def choose(options: GrpcOptions, native_is_installed: bool) -> Implementation:
+    """The library to serve with. Raises InvalidArgument where the one asked for cannot do what is asked for."""
+    default = GrpcOptions()
+    flags = [flag for flag, field in _GRPCIO_ONLY.items() if getattr(options, field) != getattr(default, field)]
+    if options.implementation == "native":
+        if not native_is_installed:
+            raise InvalidArgument(
+                "--grpc-implementation=native needs the package pygrpc-native: pip install pygrpc-native"
+            )
+        if flags:
+            raise InvalidArgument(
+                f"--grpc-implementation=native cannot do {', '.join(flags)}; use --grpc-implementation=grpcio"
+            )
+        return "native"
+    if options.implementation == "grpcio" or flags or not native_is_installed:
+        return "grpcio"
+    return "native"

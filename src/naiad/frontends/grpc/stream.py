@@ -1,0 +1,198 @@
+"""ModelStreamInfer: many inferences of any models on one bidirectional stream.
+
+Ordinary models answer in the order of their requests, decoupled ones as their responses come. A failed request is a
+message of the stream; with the metadata `triton_grpc_error: true` the first error of a model ends the stream with
+its status instead. Lives on the event loop.
+"""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import AsyncIterable
+from typing import Any
+
+from naiad.errors import Internal, NaiadError
+from naiad.frontends.grpc.errors import status
+from naiad.frontends.grpc.servicer import Call, Metadata, Model, Servicer
+from naiad.messages import InferResponse, Result
+from naiad.protocol.proto_codec import Reply, encode_stream, encode_stream_end, encode_stream_error, parse_request
+
+_LOGGER = logging.getLogger(__name__)
+
+#: With so many responses waiting for a client that does not read them, no more of its requests are read.
+_OUTBOX_LIMIT = 1024
+
+Context = Any
+
+
+class Stream:
+    """One stream, from its first message to its status."""
+
+    def __init__(self, servicer: Servicer, metadata: Metadata, peer: str) -> None:
+        self._servicer = servicer
+        self._metadata = metadata
+        self._peer = peer
+        self._strict = any(key == "triton_grpc_error" and value == "true" for key, value in metadata)
+        self._outbox: deque[bytes] = deque()
+        self._calls: set[_StreamCall] = set()
+        #: Calls of ordinary models in the order of their requests; only the first one's responses go out.
+        self._ordered: deque[_StreamCall] = deque()
+        self._failure: NaiadError | None = None
+        self._is_read = False
+        self._news = asyncio.Event()
+        self._room = asyncio.Event()
+
+    async def run(self, requests: AsyncIterable[bytes], context: Context) -> None:
+        """Reads and answers until the client has sent all and got all. Cancels what runs when it leaves."""
+        reader = asyncio.create_task(self._read(requests))
+        try:
+            while True:
+                while self._outbox:
+                    await context.write(self._outbox.popleft())
+                self._room.set()
+                if self._failure is not None:
+                    await context.abort(*status(self._failure))
+                if self._is_read and not self._calls and not self._outbox:
+                    return
+                self._news.clear()
+                if not self._outbox:
+                    await self._news.wait()
+        finally:
+            reader.cancel()
+            for call in list(self._calls):
+                call.cancel()
+
+    async def _read(self, requests: AsyncIterable[bytes]) -> None:
+        try:
+            async for data in requests:
+                self._begin(data)
+                while len(self._outbox) >= _OUTBOX_LIMIT:
+                    self._room.clear()
+                    await self._room.wait()
+        finally:
+            self._is_read = True
+            self._news.set()
+
+    def _begin(self, data: bytes) -> None:
+        call = _StreamCall(self)
+        self._calls.add(call)
+        # A request for an unknown model counts as one for an ordinary model: its error keeps its place.
+        self._ordered.append(call)
+        try:
+            message, raw = parse_request(data)
+            call.id = message.id
+            call.model_name = message.model_name
+            model, version = self._servicer.model(message)
+            if model.config.decoupled:
+                self._ordered.pop()
+                call.is_ordered = False
+            call.call = self._servicer.infer_in_stream(message, raw, model, version, self._metadata, self._peer, call)
+            call.is_accepted = True
+        except NaiadError as error:
+            call.refuse(error)
+        except Exception as error:
+            _LOGGER.exception("a request of a gRPC stream failed")
+            call.refuse(Internal(f"unexpected error: {error}"))
+
+    def emit(self, call: "_StreamCall", message: bytes) -> None:
+        if call.is_ordered and self._ordered[0] is not call:
+            call.held.append(message)
+        else:
+            self._outbox.append(message)
+            self._news.set()
+
+    def end(self, call: "_StreamCall") -> None:
+        self._calls.discard(call)
+        call.is_done = True
+        ordered = self._ordered
+        while ordered and ordered[0].is_done:
+            ordered.popleft()
+            if ordered:
+                self._outbox.extend(ordered[0].held)
+                ordered[0].held.clear()
+        self._news.set()
+
+    def fail(self, error: NaiadError) -> bool:
+        """Whether the stream ends with this error of a model."""
+        if self._strict and self._failure is None:
+            self._failure = error
+            self._news.set()
+        return self._strict
+
+
+class _StreamCall:
+    """One inference of a stream: the sink of its results."""
+
+    __slots__ = (
+        "_reply",
+        "_stream",
+        "call",
+        "held",
+        "id",
+        "is_accepted",
+        "is_done",
+        "is_ordered",
+        "model",
+        "model_name",
+    )
+
+    model: Model
+    _reply: Reply
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+        self.id = ""
+        self.model_name = ""
+        self.call: Call | None = None
+        self.held: list[bytes] = []
+        self.is_ordered = True
+        self.is_done = False
+        #: The engine has taken the request; until then an error is the request's, not the model's.
+        self.is_accepted = False
+
+    def expect(self, model: Model, reply: Reply) -> None:
+        self.model = model
+        self._reply = reply
+
+    def send(self, result: Result | None, final: bool) -> None:
+        stream = self._stream
+        if isinstance(result, InferResponse):
+            try:
+                message = encode_stream(result, self._reply, self.model.config, self.model.labels, final)
+            except NaiadError as error:
+                self._send_error(error, final)
+            else:
+                stream.emit(self, message)
+        elif result is not None:
+            if not self.is_accepted and final:
+                self.refuse(result)
+                return
+            self._send_error(result, final)
+        elif self._reply.empty_final:
+            stream.emit(self, encode_stream_end(self.model_name, self.id))
+        if final:
+            stream.end(self)
+
+    def refuse(self, error: NaiadError) -> None:
+        """Answers with an error found before the model was asked."""
+        if not self.is_done:
+            self._stream.emit(self, encode_stream_error(error.message, self.id))
+            self._stream.end(self)
+
+    def cancel(self) -> None:
+        if self.call is not None:
+            self.call.cancel()
+
+    def _send_error(self, error: NaiadError, final: bool) -> None:
+        if not self._stream.fail(error):
+            self._stream.emit(self, encode_stream_error(error.message, self.id, self.model_name, final))
+
+
+async def serve_stream(servicer: Servicer, requests: AsyncIterable[bytes], context: Context) -> None:
+    """The handler of ModelStreamInfer."""
+    metadata = context.invocation_metadata() or ()
+    try:
+        servicer.admit_inference(metadata)
+    except NaiadError as error:
+        await context.abort(*status(error))
+    await Stream(servicer, metadata, context.peer()).run(requests, context)

@@ -1,0 +1,480 @@
+"""Inference messages of the gRPC protocol: bytes -> `(InferRequest, Reply)` and `InferResponse` -> bytes.
+
+The messages are tritonclient's. Large tensors are not given to the protobuf library, which would copy each of them
+twice: requests are split at the wire level, and responses are a small message followed by the tensors. Pure but for
+the regions that a request names; runs on the event loop.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+from tritonclient.grpc import service_pb2 as pb
+
+from naiad.config.model_config import ModelConfig
+from naiad.datatypes import BY_NAME, Buffer, DataType, pack_bytes
+from naiad.errors import InvalidArgument, NaiadError
+from naiad.messages import InferRequest, InferResponse, ParameterValue, SequenceControl, Tensor
+from naiad.protocol.outputs import OutputPlan, OutputSpec, classify
+from naiad.protocol.regions import OutputRegion, Regions, is_local_peer
+
+#: A message of tritonclient's, which ships no type information.
+Message = Any
+
+
+class Reply(msgspec.Struct, frozen=True):
+    """How to answer a request: the wishes for its outputs, and the regions held for them until it is answered.
+
+    `empty_final` asks for a last response without outputs where a decoupled model ends without one.
+    """
+
+    plan: OutputPlan
+    regions: dict[str, OutputRegion]
+    empty_final: bool = False
+
+
+_PLAIN = Reply(OutputPlan(binary_default=True), {})
+_PLAIN_EMPTY_FINAL = Reply(OutputPlan(binary_default=True), {}, True)
+
+# ---------------------------------------------------------------- versions
+
+_LEADING_INTEGER = re.compile(r"\s*([+-]?\d+)")
+_NOT_A_VERSION = "version should be an integral value > 0"
+
+
+def parse_version(text: str) -> int:
+    """The version in a message: -1, the newest, for "". As C does, `stol` reads a number and ignores what follows."""
+    if not text:
+        return -1
+    found = _LEADING_INTEGER.match(text)
+    version = int(found[1]) if found else None
+    if version is None or not -(2**63) <= version < 2**63:
+        raise InvalidArgument(
+            f"failed to get model version from specified version string '{text}' (details: stol), {_NOT_A_VERSION}"
+        )
+    if version < 0:
+        raise InvalidArgument(f"invalid model version specified '{text}' , {_NOT_A_VERSION}")
+    return version
+
+
+# ---------------------------------------------------------------- wire format
+
+#: From this size on a request is split at the wire level. Below, copying is cheaper than reading fields in Python.
+SPLIT_BYTE_SIZE = 32 * 1024
+
+_RAW_INPUT_TAG = 7 << 3 | 2
+_RAW_OUTPUT_TAG = bytes((6 << 3 | 2,))
+_RESPONSE_ID_TAG = bytes((3 << 3 | 2,))
+_RESPONSE_OUTPUT_TAG = bytes((5 << 3 | 2,))
+_STREAM_ERROR_TAG = bytes((1 << 3 | 2,))
+_STREAM_RESPONSE_TAG = bytes((2 << 3 | 2,))
+_EMPTY_RAW_OUTPUT = _RAW_OUTPUT_TAG + b"\0"
+
+
+def _varint(value: int) -> bytes:
+    if value < 0x80:
+        return bytes((value,))
+    parts = bytearray()
+    while value >= 0x80:
+        parts.append(value & 0x7F | 0x80)
+        value >>= 7
+    parts.append(value)
+    return bytes(parts)
+
+
+def _read_varint(data: bytes, at: int) -> tuple[int, int]:
+    """`(value, where it ends)`. Raises IndexError at the end of the data."""
+    value = shift = 0
+    while True:
+        byte = data[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, at
+        shift += 7
+
+
+def _split(data: bytes) -> tuple[bytes, list[memoryview]] | None:
+    """A ModelInferRequest without its raw_input_contents, and those as views; None where it has unusual fields."""
+    view = memoryview(data)
+    rest: list[memoryview] = []
+    raw: list[memoryview] = []
+    at, end = 0, len(data)
+    try:
+        while at < end:
+            start = at
+            tag = data[at]
+            if tag & 7 != 2 or tag >= 0x80:
+                return None
+            size, at = _read_varint(data, at + 1)
+            if at + size > end:
+                return None
+            if tag == _RAW_INPUT_TAG:
+                raw.append(view[at : at + size])
+            else:
+                rest.append(view[start : at + size])
+            at += size
+    except IndexError:
+        return None
+    return b"".join(rest), raw
+
+
+def parse_request(data: bytes) -> tuple[Message, Sequence[Buffer]]:
+    """A ModelInferRequest and its raw_input_contents. Raises InvalidArgument for what is not such a message."""
+    try:
+        if len(data) >= SPLIT_BYTE_SIZE:
+            split = _split(data)
+            if split is not None:
+                return pb.ModelInferRequest.FromString(split[0]), split[1]
+        message = pb.ModelInferRequest.FromString(data)
+    except Exception as error:  # protobuf's DecodeError, whose class differs between its implementations
+        raise InvalidArgument(f"the request is not a valid ModelInferRequest: {error}") from error
+    return message, message.raw_input_contents
+
+
+# ---------------------------------------------------------------- requests
+
+
+def decode(
+    message: Message, raw: Sequence[Buffer], config: ModelConfig, regions: Regions, version: int = -1, peer: str = ""
+) -> tuple[InferRequest, Reply]:
+    """The request in a ModelInferRequest for the model of `config`, and how to answer it.
+
+    `raw` are the raw_input_contents. `peer` decides whether shared memory may be used. Raises Triton's errors.
+    """
+    parameters, sequence, priority, timeout_us, empty_final = _NO_PARAMETERS
+    if message.parameters:
+        parameters, sequence, priority, timeout_us, empty_final = _request_parameters(message.parameters)
+    inputs: list[Tensor] = []
+    outputs = message.outputs
+    reply = _PLAIN_EMPTY_FINAL if empty_final else _PLAIN
+    names: tuple[str, ...] = ()
+    if outputs:
+        names = tuple([output.name for output in outputs])
+        for output in outputs:
+            if output.parameters:
+                reply = _reply(outputs, regions, peer, empty_final)
+                break
+    used = 0
+    for tensor in message.inputs:
+        name = tensor.name
+        data: Buffer
+        if tensor.parameters and (region := _region(name, tensor.parameters)) is not None:
+            if tensor.HasField("contents"):
+                raise InvalidArgument(
+                    f"unexpected 'content' provided when using shared memory for input tensor '{name}' for model "
+                    f"'{config.name}'"
+                )
+            data = regions.input(*region, local=is_local_peer(peer))
+        elif tensor.HasField("contents"):
+            if raw:
+                raise InvalidArgument(
+                    f"contents field must not be specified when using raw_input_contents for '{name}' for model "
+                    f"'{config.name}'"
+                )
+            data = _typed_contents(tensor, config)
+        elif used < len(raw):
+            data = raw[used]
+            used += 1
+        else:
+            raise InvalidArgument(
+                f"unable to find data for input tensor '{name}' for model '{config.name}' in request."
+            )
+        datatype = BY_NAME.get(tensor.datatype)
+        if datatype is None:
+            raise _invalid_datatype(message.id, name, config)
+        inputs.append(Tensor(name, datatype, tuple(tensor.shape), data))
+    request = InferRequest(
+        message.model_name,
+        tuple(inputs),
+        version,
+        message.id,
+        names,
+        parameters,
+        sequence,
+        priority,
+        timeout_us,
+    )
+    return request, reply
+
+
+_Parameters = tuple[dict[str, ParameterValue], SequenceControl | None, int, int, bool]
+
+_NO_PARAMETERS: _Parameters = ({}, None, 0, 0, False)
+
+
+def _wrong_type(key: str, expected: str) -> InvalidArgument:
+    return InvalidArgument(f"invalid value type for '{key}' parameter, expected {expected}.")
+
+
+def _choice(key: str, value: Message, *expected: str) -> Any:
+    """The value of an InferParameter that must have one of the types `expected`."""
+    choice = value.WhichOneof("parameter_choice")
+    if choice not in expected:
+        raise _wrong_type(key, " or ".join(expected))
+    return getattr(value, choice)
+
+
+def _request_parameters(given: Mapping[str, Message]) -> _Parameters:
+    free: dict[str, ParameterValue] = {}
+    sequence_id: int | str = 0
+    start = end = empty_final = False
+    priority = timeout_us = 0
+    for key, value in given.items():
+        if key == "sequence_id":
+            sequence_id = _choice(key, value, "int64_param", "string_param", "uint64_param")
+            if isinstance(sequence_id, int):
+                sequence_id %= 2**64
+        elif key == "sequence_start":
+            start = _choice(key, value, "bool_param")
+        elif key == "sequence_end":
+            end = _choice(key, value, "bool_param")
+        elif key == "priority":
+            priority = _choice(key, value, "int64_param", "uint64_param")
+            if priority < 0:
+                raise InvalidArgument(f"invalid value for 'priority' parameter, expected a value >= 0, got {priority}")
+        elif key == "timeout":
+            timeout_us = _choice(key, value, "int64_param")
+        elif key == "triton_enable_empty_final_response":
+            empty_final = _choice(key, value, "bool_param")
+        elif key.startswith("triton_"):
+            raise InvalidArgument(
+                "parameter keys starting with 'triton_' are reserved for Triton usage. Only the following keys "
+                "starting with 'triton_' are allowed: triton_enable_empty_final_response"
+            )
+        else:
+            choice = value.WhichOneof("parameter_choice")
+            if choice is None:
+                raise _wrong_type(key, "bool_param, int64_param, string_param or double_param")
+            free[key] = getattr(value, choice)
+    sequence = SequenceControl(sequence_id, start, end) if sequence_id or start or end else None
+    return free, sequence, priority, timeout_us, empty_final
+
+
+def _region(name: str, parameters: Mapping[str, Message]) -> tuple[str, int, int] | None:
+    """`(region, offset, byte size)` in the parameters of a tensor, None where there is no region."""
+    if "shared_memory_region" not in parameters:
+        for key in ("shared_memory_offset", "shared_memory_byte_size"):
+            if key in parameters:
+                raise InvalidArgument(
+                    f"'{key}' can not be specified without 'shared_memory_region' parameter for tensor '{name}'"
+                )
+        return None
+    region = _tensor_parameter(name, parameters, "shared_memory_region", "string_param")
+    offset = _tensor_parameter(name, parameters, "shared_memory_offset", "int64_param")
+    byte_size = _tensor_parameter(name, parameters, "shared_memory_byte_size", "int64_param")
+    return region or "", offset or 0, byte_size or 0
+
+
+def _tensor_parameter(name: str, parameters: Mapping[str, Message], key: str, expected: str) -> Any:
+    if key not in parameters:
+        return None
+    value = parameters[key]
+    if value.WhichOneof("parameter_choice") != expected:
+        raise InvalidArgument(f"invalid value type for '{key}' parameter for tensor '{name}', expected {expected}.")
+    return getattr(value, expected)
+
+
+def _reply(outputs: Sequence[Message], regions: Regions, peer: str, empty_final: bool) -> Reply:
+    specs: dict[str, OutputSpec] = {}
+    held: dict[str, OutputRegion] = {}
+    for output in outputs:
+        name = output.name
+        region = _region(name, output.parameters)
+        count = 0
+        if "classification" in output.parameters:
+            value = output.parameters["classification"]
+            if value.WhichOneof("parameter_choice") != "int64_param":
+                raise InvalidArgument("invalid value type for 'classification' parameter, expected int64_param")
+            count = value.int64_param
+            if region is not None:
+                raise InvalidArgument("output can't set both 'shared_memory_region' and 'classification'")
+        if region is None:
+            specs[name] = OutputSpec(name, True, max(count, 0))
+        else:
+            specs[name] = OutputSpec(name, True, 0, *region)
+            held[name] = regions.output(*region, local=is_local_peer(peer))
+    return Reply(OutputPlan(specs, True), held, empty_final)
+
+
+def _pack_block(contents: Any, datatype: DataType) -> bytes:
+    """Elements that protobuf packs on the wire as the tensor has them: taken from there as one block."""
+    wire: bytes = contents.SerializeToString()
+    size, at = _read_varint(wire, 1)
+    return wire[at : at + size]
+
+
+def _pack_texts(contents: Any, datatype: DataType) -> bytes:
+    return pack_bytes(contents.bytes_contents)
+
+
+def _pack_as(field: str) -> Callable[[Any, DataType], bytes]:
+    def pack(contents: Any, datatype: DataType) -> bytes:
+        # Through the widest type of the kind, so that values outside of a narrow one wrap around, as Triton's do.
+        wide = np.uint64 if field.startswith("uint") else np.int64
+        return np.array(getattr(contents, field)[:], dtype=wide).astype(datatype.numpy).tobytes()
+
+    return pack
+
+
+_D = DataType
+#: Field of InferTensorContents -> (name of the type in error texts, the data types it may hold, its packing).
+_CONTENTS: dict[str, tuple[str, frozenset[DataType], Callable[[Any, DataType], bytes]]] = {
+    "bool_contents": ("BOOL", frozenset((_D.BOOL,)), _pack_block),
+    "int_contents": ("INT32", frozenset((_D.INT8, _D.INT16, _D.INT32)), _pack_as("int_contents")),
+    "int64_contents": ("INT64", frozenset((_D.INT64,)), _pack_as("int64_contents")),
+    "uint_contents": ("UINT32", frozenset((_D.UINT8, _D.UINT16, _D.UINT32)), _pack_as("uint_contents")),
+    "uint64_contents": ("UINT64", frozenset((_D.UINT64,)), _pack_as("uint64_contents")),
+    "fp32_contents": ("FP32", frozenset((_D.FP32,)), _pack_block),
+    "fp64_contents": ("FP64", frozenset((_D.FP64,)), _pack_block),
+    "bytes_contents": ("BYTES", frozenset((_D.BYTES,)), _pack_texts),
+}
+
+
+def _typed_contents(tensor: Message, config: ModelConfig) -> bytes:
+    contents = tensor.contents
+    datatype = BY_NAME.get(tensor.datatype)
+    packed = b""
+    for field, _ in contents.ListFields():
+        if field.name not in _CONTENTS:
+            continue
+        named, allowed, pack = _CONTENTS[field.name]
+        if datatype is None or datatype not in allowed:
+            raise InvalidArgument(
+                f"unexpected explicit tensor data for input tensor '{tensor.name}' for model '{config.name}' of type "
+                f"'{named}', expected datatype '{'<invalid>' if datatype is None else datatype.name}'"
+            )
+        packed = pack(contents, datatype)
+    return packed
+
+
+def _invalid_datatype(id: str, name: str, config: ModelConfig) -> NaiadError:
+    spec = config.inputs.get(name)
+    if spec is None:
+        return InvalidArgument(f"unexpected inference input '{name}' for model '{config.name}'")
+    return InvalidArgument(
+        f"[request id: {id or '<id_unknown>'}] inference input '{name}' data-type is '<invalid>', but model "
+        f"'{config.name}' expects '{spec.datatype.name}'"
+    )
+
+
+# ---------------------------------------------------------------- responses
+
+#: Encoded heads of responses and outputs: the same few for all responses of a model. Emptied when full.
+_MODEL_HEADS: dict[tuple[str, int], bytes] = {}
+_OUTPUT_HEADS: dict[tuple[str, DataType, tuple[int, ...]], bytes] = {}
+_HEADS_LIMIT = 4096
+
+
+def _model_head(name: str, version: int) -> bytes:
+    head: bytes = pb.ModelInferResponse(model_name=name, model_version=str(version)).SerializeToString()
+    if len(_MODEL_HEADS) >= _HEADS_LIMIT:
+        _MODEL_HEADS.clear()
+    _MODEL_HEADS[(name, version)] = head
+    return head
+
+
+def _output_head(name: str, datatype: DataType, shape: tuple[int, ...]) -> bytes:
+    output = pb.ModelInferResponse.InferOutputTensor(name=name, datatype=datatype.name, shape=shape)
+    message = output.SerializeToString()
+    head: bytes = _RESPONSE_OUTPUT_TAG + _varint(len(message)) + message
+    if len(_OUTPUT_HEADS) >= _HEADS_LIMIT:
+        _OUTPUT_HEADS.clear()
+    _OUTPUT_HEADS[(name, datatype, shape)] = head
+    return head
+
+
+def _id(id: str) -> bytes:
+    text = id.encode()
+    return _RESPONSE_ID_TAG + _varint(len(text)) + text
+
+
+def _parameters(parameters: Mapping[str, ParameterValue]) -> bytes:
+    message = pb.ModelInferResponse()
+    for key, value in parameters.items():
+        parameter = message.parameters[key]
+        if isinstance(value, bool):
+            parameter.bool_param = value
+        elif isinstance(value, int):
+            if value < 2**63:
+                parameter.int64_param = value
+            else:
+                parameter.uint64_param = value
+        elif isinstance(value, float):
+            parameter.double_param = value
+        else:
+            parameter.string_param = value
+    encoded: bytes = message.SerializeToString()
+    return encoded
+
+
+_FINAL = {final: _parameters({"triton_final_response": final}) for final in (False, True)}
+
+
+def encode(
+    response: InferResponse, reply: Reply, config: ModelConfig, labels: Mapping[str, Sequence[str]], tail: bytes = b""
+) -> bytes:
+    """A ModelInferResponse; `tail` are more of its fields. Outputs that go to regions are written there.
+
+    Raises Internal where a region is too small, InvalidArgument where an output cannot be classified.
+    """
+    head = _MODEL_HEADS.get((response.model_name, response.model_version))
+    parts: list[Buffer] = [head or _model_head(response.model_name, response.model_version)]
+    if response.id:
+        parts.append(_id(response.id))
+    if response.parameters:
+        parts.append(_parameters(response.parameters))
+    if tail:
+        parts.append(tail)
+    raw: list[Buffer] = []
+    special = reply.plan.outputs
+    for output in response.outputs:
+        data = output.data
+        if special and (spec := special.get(output.name)) is not None:
+            if spec.classification:
+                output = classify(output, spec.classification, list(labels.get(output.name, ())), config.batching)
+                data = output.data
+            elif spec.region is not None:
+                reply.regions[output.name].write(output.name, data)
+                data = b""
+        shape = output.shape
+        head = _OUTPUT_HEADS.get((output.name, output.datatype, shape))
+        parts.append(head or _output_head(output.name, output.datatype, shape))
+        size = len(data) if type(data) is bytes else memoryview(data).nbytes
+        if size:
+            raw.append(_RAW_OUTPUT_TAG + _varint(size))
+            raw.append(data)
+        else:
+            raw.append(_EMPTY_RAW_OUTPUT)
+    return b"".join(parts + raw)
+
+
+def stream_response(encoded: bytes, error: str = "") -> bytes:
+    """A ModelStreamInferResponse around an encoded ModelInferResponse."""
+    parts = []
+    if error:
+        text = error.encode(errors="replace")
+        parts += [_STREAM_ERROR_TAG, _varint(len(text)), text]
+    parts += [_STREAM_RESPONSE_TAG, _varint(len(encoded)), encoded]
+    return b"".join(parts)
+
+
+def encode_stream(
+    response: InferResponse, reply: Reply, config: ModelConfig, labels: Mapping[str, Sequence[str]], final: bool
+) -> bytes:
+    """A ModelStreamInferResponse with a response. Raises like `encode`."""
+    return stream_response(encode(response, reply, config, labels, _FINAL[final]))
+
+
+def encode_stream_end(model_name: str, id: str) -> bytes:
+    """The last, empty response of a decoupled model."""
+    message = pb.ModelInferResponse(model_name=model_name, id=id)
+    return stream_response(message.SerializeToString() + _FINAL[True])
+
+
+def encode_stream_error(error: str, id: str, model_name: str = "", final: bool | None = None) -> bytes:
+    """An error of one request; the model and `final` are said where the model was asked at all."""
+    message: bytes = pb.ModelInferResponse(model_name=model_name, id=id).SerializeToString()
+    return stream_response(message if final is None else message + _FINAL[final], error)
