@@ -1,0 +1,62 @@
+"""gzip and deflate, of requests and of responses. Pure."""
+
+import zlib
+
+from naiad.errors import InvalidArgument, Unsupported
+
+_AUTOMATIC = zlib.MAX_WBITS | 32
+_WINDOW = {"gzip": zlib.MAX_WBITS | 16, "deflate": zlib.MAX_WBITS}
+
+
+def decompress(encoding: str, body: bytes, max_size: int) -> bytes:
+    """The plain body. What is cut short or damaged is taken as far as it goes, as Triton takes it.
+
+    Raises Unsupported for another encoding than gzip and deflate, InvalidArgument beyond `max_size` bytes.
+    """
+    if encoding not in _WINDOW:
+        raise Unsupported("Unsupported compression type")
+    stream = zlib.decompressobj(_AUTOMATIC)
+    parts: list[bytes] = []
+    size = 0
+    try:
+        while body and not stream.eof:
+            part = stream.decompress(body, 1 << 20)
+            size += len(part)
+            if size > max_size:
+                raise InvalidArgument(
+                    f"decompressed request is larger than the maximum allowed input size of {max_size} bytes. "
+                    "Use --http-max-input-size to increase the limit."
+                )
+            parts.append(part)
+            body = stream.unconsumed_tail
+    except zlib.error:
+        pass
+    return b"".join(parts)
+
+
+def choose(accepted: str) -> str | None:
+    """The encoding that an Accept-Encoding asks for: gzip, deflate, or None for plain.
+
+    The highest quality wins, the first of equals; encodings that are not known do not count.
+    """
+    best = ""
+    highest = 0.0
+    for item in accepted.split(","):
+        name, _, parameters = item.partition(";")
+        name = name.strip()
+        if name not in _WINDOW and name != "identity":
+            continue
+        quality = 1.0
+        key, _, value = parameters.strip().partition("=")
+        if key.strip() == "q":
+            try:
+                quality = float(value)
+            except ValueError:
+                continue
+        if quality > highest:
+            best, highest = name, quality
+    return best if best in _WINDOW else None
+
+
+def compress(encoding: str, body: bytes) -> bytes:
+    return zlib.compress(body, wbits=_WINDOW[encoding])

@@ -1,0 +1,152 @@
+"""POST .../generate and .../generate_stream: one JSON object, or server-sent events. On the event loop."""
+
+import asyncio
+from collections import deque
+
+from naiad.errors import Internal, InvalidArgument, NaiadError
+from naiad.frontends.http.disconnects import Disconnects
+from naiad.frontends.http.inference import HeaderForwarding, InferenceEngine, ServedModel
+from naiad.frontends.http.replies import EVENTS, JSON, HttpProtocol, Scope, StreamTransport, status_of
+from naiad.messages import InferResponse, Result
+from naiad.protocol.generate_codec import decode_generate, generate_document
+from naiad.protocol.json_codec import DEFAULT_MAX_INPUT_SIZE
+from naiad.protocol.json_text import dump, error_document
+
+#: A stream whose client reads so slowly that this much has gathered is ended.
+_MAX_BACKLOG = 64 << 20
+
+
+class _Responses:
+    """The responses of a call as JSON texts, in order."""
+
+    __slots__ = ("_keep_all", "_wake", "backlog", "count", "final", "status", "texts")
+
+    def __init__(self, keep_all: bool) -> None:
+        self._keep_all = keep_all
+        self._wake = asyncio.Event()
+        self.texts: deque[bytes] = deque()
+        self.backlog = 0
+        self.count = 0
+        #: HTTP status: the first response decides it.
+        self.status = 200
+        self.final = False
+
+    def send(self, result: Result | None, final: bool) -> None:
+        if result is not None:
+            if self._keep_all or self.count == 0:
+                self._add(result)
+            self.count += 1
+        self.final = final
+        self._wake.set()
+
+    def _add(self, result: Result) -> None:
+        status = 200
+        try:
+            if isinstance(result, InferResponse):
+                text = dump(generate_document(result))
+            else:
+                raise result
+        except NaiadError as error:
+            text = error_document(error.message)
+            status = status_of(error)
+        if self.count == 0:
+            self.status = status
+        self.texts.append(text)
+        self.backlog += len(text)
+
+    async def more(self) -> None:
+        """Returns when there is something new since the last time."""
+        await self._wake.wait()
+        self._wake.clear()
+
+    def take(self) -> bytes:
+        """All the texts that have gathered, as events."""
+        events = b"".join([b"data: %b\n\n" % text for text in self.texts])
+        self.texts.clear()
+        self.backlog = 0
+        return events
+
+
+class Generation:
+    """The handlers of the generate extension."""
+
+    def __init__(
+        self,
+        engine: InferenceEngine,
+        disconnects: Disconnects,
+        forwarding: HeaderForwarding,
+        max_input_size: int = DEFAULT_MAX_INPUT_SIZE,
+    ) -> None:
+        self._engine = engine
+        self._disconnects = disconnects
+        self._forwarding = forwarding
+        self._max_input_size = max_input_size
+
+    async def generate(self, scope: Scope, proto: HttpProtocol, name: str, version: int) -> None:
+        await self._run(scope, proto, name, version, stream=False)
+
+    async def generate_stream(self, scope: Scope, proto: HttpProtocol, name: str, version: int) -> None:
+        await self._run(scope, proto, name, version, stream=True)
+
+    async def _run(self, scope: Scope, proto: HttpProtocol, name: str, version: int, stream: bool) -> None:
+        model: ServedModel = self._engine.model(name, version)
+        headers = scope.headers
+        encoding = headers.get("content-encoding")
+        if encoding is not None and encoding != "identity":
+            raise InvalidArgument("Unsupported content-encoding, only 'identity' is supported.")
+        body = await proto()
+        forwarded = self._forwarding(headers)
+        request = decode_generate(
+            body, model.config, version, dict(forwarded) if forwarded else None, self._max_input_size
+        )
+        responses = _Responses(keep_all=stream)
+        call = self._engine.infer(request, responses)
+        waiting = self._disconnects.add(proto, call)
+        try:
+            if stream:
+                await _stream(proto, responses)
+            else:
+                await _single(proto, responses)
+        finally:
+            self._disconnects.remove(waiting)
+            if not responses.final:
+                # The client has gone, or reads too slowly.
+                call.cancel()
+
+
+async def _single(proto: HttpProtocol, responses: _Responses) -> None:
+    while not responses.final:
+        await responses.more()
+    status = responses.status
+    if responses.count == 1:
+        text = responses.texts[0]
+    else:
+        error = Internal(
+            "generate expects model to produce exactly 1 response, use generate stream for model that generates "
+            "various number of responses"
+        )
+        text = error_document(error.message)
+        if not responses.count:
+            status = status_of(error)
+    # In chunks, as Triton answers here.
+    transport = proto.response_stream(status, JSON)
+    await transport.send_bytes(text)
+
+
+async def _stream(proto: HttpProtocol, responses: _Responses) -> None:
+    transport: StreamTransport | None = None
+    while True:
+        if responses.texts or responses.final:
+            if transport is None:
+                transport = proto.response_stream(responses.status, EVENTS)
+            if responses.backlog > _MAX_BACKLOG:
+                responses.texts.clear()
+                responses.texts.append(error_document("the client reads the stream too slowly; it is ended"))
+                await transport.send_bytes(responses.take())
+                return
+            if responses.texts:
+                await transport.send_bytes(responses.take())
+                continue
+            if responses.final:
+                return
+        await responses.more()

@@ -1,0 +1,219 @@
+"""Everything that is not inference: health, metadata, repository, statistics, regions, trace and log settings.
+
+Handlers read the request, ask the engine or the object concerned, and write the answer. On the event loop.
+"""
+
+import base64
+import binascii
+from collections.abc import Awaitable, Mapping
+from typing import Any, Protocol
+
+from naiad.config.model_config import ModelConfig
+from naiad.errors import Internal, InvalidArgument, NotFound, Unsupported
+from naiad.frontends.http.replies import JSON, PLAIN, HttpProtocol, Scope, reply_json
+from naiad.messages import IndexEntry, ModelMetadata, ModelStatistics, ServerMetadata
+from naiad.protocol import documents
+from naiad.protocol.json_text import (
+    NO_OBJECT,
+    boolean_member,
+    dump,
+    error_document,
+    members,
+    parse,
+    string_member,
+    unsigned_member,
+)
+from naiad.protocol.regions import Regions, is_local_peer
+
+
+class ManagementEngine(Protocol):
+    def is_live(self) -> bool: ...
+    def is_ready(self) -> bool: ...
+    def model(self, name: str, version: int = -1) -> Any: ...
+    def model_ready(self, name: str, version: int = -1) -> bool: ...
+    def metadata(self) -> ServerMetadata: ...
+    def model_metadata(self, name: str, version: int = -1) -> ModelMetadata: ...
+    def model_config(self, name: str, version: int = -1) -> ModelConfig: ...
+    def statistics(self, name: str = "", version: int = -1) -> list[ModelStatistics]: ...
+    def index(self, ready: bool = False) -> Awaitable[list[IndexEntry]]: ...
+    async def load(self, name: str, parameters: Mapping[str, str | bytes]) -> None: ...
+    async def unload(self, name: str, unload_dependents: bool = False) -> None: ...
+
+
+class Settings(Protocol):
+    """Trace or log settings; `model` None are the server's. `update` leaves out what it does not know."""
+
+    def get(self, model: str | None) -> Mapping[str, Any]: ...
+
+    def update(self, model: str | None, values: Mapping[str, Any]) -> Mapping[str, Any]: ...
+
+
+class Management:
+    def __init__(
+        self,
+        engine: ManagementEngine,
+        regions: Regions | None,
+        trace_settings: Settings | None,
+        log_settings: Settings | None,
+    ) -> None:
+        self._engine = engine
+        self._regions = regions
+        self._trace_settings = trace_settings
+        self._log_settings = log_settings
+
+    # --- health
+
+    async def live(self, scope: Scope, proto: HttpProtocol) -> None:
+        proto.response_empty(200 if self._engine.is_live() else 400, PLAIN)
+
+    async def ready(self, scope: Scope, proto: HttpProtocol) -> None:
+        proto.response_empty(200 if self._engine.is_ready() else 400, PLAIN)
+
+    async def model_ready(self, scope: Scope, proto: HttpProtocol, name: str, version: int) -> None:
+        try:
+            ready = self._engine.model_ready(name, version)
+        except NotFound:
+            ready = False
+        if ready:
+            proto.response_empty(200, PLAIN)
+        else:
+            proto.response_bytes(400, PLAIN, error_document("Model version not ready"))
+
+    # --- metadata, configuration, statistics
+
+    async def server_metadata(self, scope: Scope, proto: HttpProtocol) -> None:
+        reply_json(proto, documents.server_metadata(self._engine.metadata()))
+
+    async def model_metadata(self, scope: Scope, proto: HttpProtocol, name: str, version: int) -> None:
+        reply_json(proto, documents.model_metadata(self._engine.model_metadata(name, version)))
+
+    async def model_config(self, scope: Scope, proto: HttpProtocol, name: str, version: int) -> None:
+        reply_json(proto, self._engine.model_config(name, version).json)
+
+    async def statistics(self, scope: Scope, proto: HttpProtocol, name: str = "", version: int = -1) -> None:
+        reply_json(proto, documents.statistics(self._engine.statistics(name, version)))
+
+    # --- repository
+
+    async def index(self, scope: Scope, proto: HttpProtocol) -> None:
+        ready = False
+        document = await _document(proto)
+        if "ready" in document:
+            if type(document["ready"]) is not bool:
+                raise InvalidArgument("Invalid value for 'ready': expected a boolean")
+            ready = document["ready"]
+        reply_json(proto, documents.index(await self._engine.index(ready)))
+
+    async def load(self, scope: Scope, proto: HttpProtocol, name: str) -> None:
+        parameters: dict[str, str | bytes] = {}
+        document = await _document(proto)
+        if "parameters" in document:
+            given = members(document["parameters"])
+            for key in given:
+                if key == "config":
+                    parameters[key] = string_member(given, key)
+                elif key.startswith("file:"):
+                    parameters[key] = _from_base64(key, string_member(given, key))
+                else:
+                    raise Internal("unexpected error on creating Triton parameter")
+        await self._engine.load(name, parameters)
+        proto.response_empty(200, JSON)
+
+    async def unload(self, scope: Scope, proto: HttpProtocol, name: str) -> None:
+        unload_dependents = False
+        document = await _document(proto)
+        if "parameters" in document:
+            given = members(document["parameters"])
+            if "unload_dependents" in given:
+                unload_dependents = boolean_member(given, "unload_dependents")
+        await self._engine.unload(name, unload_dependents)
+        proto.response_empty(200, JSON)
+
+    async def named_repository(self, scope: Scope, proto: HttpProtocol) -> None:
+        raise Unsupported("'repository_name' specification is not supported")
+
+    # --- shared memory; an empty name is all regions
+
+    async def system_status(self, scope: Scope, proto: HttpProtocol, name: str) -> None:
+        reply_json(proto, documents.system_regions(self._region_registry().status_system(name)))
+
+    async def system_register(self, scope: Scope, proto: HttpProtocol, name: str) -> None:
+        document = parse(await proto())
+        if type(document) is not dict or "key" not in document:
+            raise InvalidArgument("Shared memory register request has no 'key' field")
+        key = string_member(document, "key")
+        offset = unsigned_member(document, "offset") if "offset" in document else 0
+        if "byte_size" not in document:
+            raise InvalidArgument("Shared memory register request has no 'byte_size' field")
+        byte_size = unsigned_member(document, "byte_size")
+        self._region_registry().register_system(name, key, offset, byte_size, is_local_peer(scope.client))
+        proto.response_empty(200, JSON)
+
+    async def system_unregister(self, scope: Scope, proto: HttpProtocol, name: str) -> None:
+        self._region_registry().unregister_system(name)
+        proto.response_empty(200, JSON)
+
+    async def cuda_status(self, scope: Scope, proto: HttpProtocol, name: str) -> None:
+        reply_json(proto, documents.cuda_regions(self._region_registry().status_cuda(name)))
+
+    async def cuda_register(self, scope: Scope, proto: HttpProtocol, name: str) -> None:
+        document = parse(await proto())
+        if type(document) is not dict or "raw_handle" not in document:
+            raise InvalidArgument("Shared memory register request has no 'raw_handle' field")
+        if "byte_size" not in document:
+            raise InvalidArgument("Shared memory register request has no 'byte_size' field")
+        raw_handle = _from_base64("raw_handle", string_member(document["raw_handle"], "b64"))
+        byte_size = unsigned_member(document, "byte_size")
+        device_id = unsigned_member(document, "device_id")
+        self._region_registry().register_cuda(name, raw_handle, device_id, byte_size, is_local_peer(scope.client))
+        proto.response_empty(200, JSON)
+
+    async def cuda_unregister(self, scope: Scope, proto: HttpProtocol, name: str) -> None:
+        self._region_registry().unregister_cuda(name)
+        proto.response_empty(200, JSON)
+
+    def _region_registry(self) -> Regions:
+        if self._regions is None:
+            raise Unsupported("this server has no shared memory regions")
+        return self._regions
+
+    # --- settings
+
+    async def trace_setting(self, scope: Scope, proto: HttpProtocol, name: str | None = None) -> None:
+        if name is not None:
+            try:
+                self._engine.model(name)
+            except NotFound as error:
+                raise InvalidArgument(f"Request for unknown model : {name}") from error
+        await _settings(self._trace_settings, "trace", name, scope, proto)
+
+    async def logging(self, scope: Scope, proto: HttpProtocol) -> None:
+        await _settings(self._log_settings, "logging", None, scope, proto)
+
+
+async def _settings(settings: Settings | None, what: str, model: str | None, scope: Scope, proto: HttpProtocol) -> None:
+    if settings is None:
+        raise Unsupported(f"this server has no {what} settings")
+    if scope.method == "POST":
+        document = parse(await proto())
+        reply_json(proto, dump(settings.update(model, document if type(document) is dict else {})))
+    else:
+        reply_json(proto, dump(settings.get(model)))
+
+
+async def _document(proto: HttpProtocol) -> Mapping[str, Any]:
+    """The object in the body; an empty body is an empty object."""
+    body = await proto()
+    if not body:
+        return {}
+    document = parse(body)
+    if type(document) is not dict:
+        raise Internal(NO_OBJECT)
+    return document
+
+
+def _from_base64(name: str, text: str) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise InvalidArgument(f"'{name}' is not base64: {error}") from error

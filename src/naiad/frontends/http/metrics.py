@@ -1,0 +1,40 @@
+"""The metrics port: a listener of its own that renders the metrics on GET. On the event loop."""
+
+from collections.abc import Callable
+from typing import Self
+
+from naiad.frontends.http.listener import Listener
+from naiad.frontends.http.replies import PLAIN, Headers, HttpProtocol, Scope
+from naiad.protocol.json_text import error_document
+
+_HEADERS: Headers = [("content-type", "text/plain; charset=utf-8")]
+_METHOD_NOT_ALLOWED = error_document("Method Not Allowed")
+
+
+class MetricsFrontend:
+    """Serves the text that `render` returns under /metrics; other paths are empty. `port` 0 is any."""
+
+    def __init__(
+        self, render: Callable[[], bytes], address: str = "0.0.0.0", port: int = 8002, *, reuse_port: bool = False
+    ) -> None:
+        self._render = render
+        self._listener = Listener(self._answer, "metrics service", address, port, reuse_port=reuse_port, grace_s=1.0)
+
+    @property
+    def bound_port(self) -> int:
+        return self._listener.bound_port
+
+    async def __aenter__(self) -> Self:
+        await self._listener.__aenter__()
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self._listener.__aexit__(*exc_info)
+
+    async def _answer(self, scope: Scope, proto: HttpProtocol) -> None:
+        if scope.method != "GET":
+            proto.response_bytes(405, PLAIN, _METHOD_NOT_ALLOWED)
+        elif scope.path == "/metrics":
+            proto.response_bytes(200, _HEADERS, self._render())
+        else:
+            proto.response_empty(200, _HEADERS)

@@ -1,0 +1,146 @@
+"""The routes: from a path to a handler and its arguments. Pure, but for a cache of paths seen.
+
+Triton compares paths raw and in full: no trailing slash, no percent-decoding. Granian hands them out decoded, so what
+cannot stand in a path as it is is encoded again before a name is taken from it.
+"""
+
+import re
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, NamedTuple
+from urllib.parse import quote
+
+from naiad.errors import InvalidArgument
+from naiad.frontends.http.generate import Generation
+from naiad.frontends.http.inference import Inference
+from naiad.frontends.http.management import Management
+from naiad.frontends.http.replies import JSON, PLAIN, Headers, HttpProtocol, Scope
+from naiad.options import Restriction
+
+Handler = Callable[..., Awaitable[None]]
+
+_GET = frozenset(("GET",))
+_POST = frozenset(("POST",))
+_BOTH = _GET | _POST
+_LARGEST_VERSION = 2**63 - 1
+_CACHED = 4096
+#: What may stand in the path of a URI without an escape.
+_SAFE = "/!$&'()*+,;=:@-._~"
+
+_MODEL = re.compile(
+    r"/v2/models/([^/]+)(?:/versions/([0-9]+))?(?:/(infer|generate|generate_stream|ready|stats|config|trace/setting))?"
+)
+_REPOSITORY = re.compile(r"/v2/repository(?:/([^/]+))?/(?:(index)|models/([^/]+)/(load|unload))")
+_REGION = re.compile(r"/v2/(system|cuda)sharedmemory(?:/region/([^/]+))?/(status|register|unregister)")
+#: A name with an encoded slash comes decoded too. No other path has these forms, so they can be told apart.
+_SLASH_IN_MODEL = re.compile(r"/v2/models/([^/]+)/((?!versions\b)[^/]+)(/infer|/config|/stats|/ready|)")
+_SLASH_IN_REGION = re.compile(r"(/v2/(?:system|cuda)sharedmemory/region/[^/]+)/([^/]+/(?:status|register|unregister))")
+
+
+class Route(NamedTuple):
+    """A handler, what it is called with after scope and connection, and what the way to it depends on.
+
+    `restriction` names the header and its value without which the route is closed.
+    """
+
+    handler: Handler
+    arguments: tuple[Any, ...]
+    methods: frozenset[str]
+    error_headers: Headers
+    restriction: Restriction | None
+
+
+class Routes:
+    def __init__(
+        self,
+        inference: Inference,
+        generation: Generation,
+        management: Management,
+        restrictions: Sequence[Restriction] = (),
+    ) -> None:
+        self._management = management
+        self._restrictions = {
+            category: restriction for restriction in restrictions for category in restriction.categories
+        }
+        #: (handler, category, methods, error headers) of what stands behind a model's name.
+        self._of_model: dict[str | None, tuple[Handler, str, frozenset[str], Headers]] = {
+            None: (management.model_metadata, "metadata", _GET, JSON),
+            "infer": (inference.infer, "inference", _POST, PLAIN),
+            "generate": (generation.generate, "inference", _POST, JSON),
+            "generate_stream": (generation.generate_stream, "inference", _POST, JSON),
+            "ready": (management.model_ready, "health", _GET, PLAIN),
+            "stats": (management.statistics, "statistics", _GET, JSON),
+            "config": (management.model_config, "model-config", _GET, JSON),
+        }
+        self._of_region: dict[tuple[str, str], tuple[Handler, frozenset[str]]] = {
+            ("system", "status"): (management.system_status, _GET),
+            ("system", "register"): (management.system_register, _POST),
+            ("system", "unregister"): (management.system_unregister, _POST),
+            ("cuda", "status"): (management.cuda_status, _GET),
+            ("cuda", "register"): (management.cuda_register, _POST),
+            ("cuda", "unregister"): (management.cuda_unregister, _POST),
+        }
+        self._fixed = {
+            "/v2": self._route(management.server_metadata, "metadata", _GET, JSON),
+            "/v2/health/live": self._route(management.live, "health", _GET, PLAIN),
+            "/v2/health/ready": self._route(management.ready, "health", _GET, PLAIN),
+            "/v2/models/stats": self._route(management.statistics, "statistics", _GET, JSON),
+            "/v2/trace/setting": self._route(management.trace_setting, "trace", _BOTH, JSON),
+            "/v2/logging": self._route(management.logging, "logging", _BOTH, JSON),
+        }
+        self._cache: dict[str, Route] = dict(self._fixed)
+
+    def find(self, path: str) -> Route | None:
+        """The route of a percent-decoded path, None where there is none."""
+        route = self._cache.get(path)
+        if route is None:
+            raw = quote(path, safe=_SAFE)
+            route = self._match(raw) or self._match(_with_encoded_slash(raw))
+            if route is not None:
+                if len(self._cache) >= _CACHED:
+                    self._cache = dict(self._fixed)
+                self._cache[path] = route
+        return route
+
+    def _match(self, path: str) -> Route | None:
+        if match := _MODEL.fullmatch(path):
+            name, version_text, action = match.groups()
+            if action == "trace/setting":
+                if version_text is not None:
+                    return None
+                return self._route(self._management.trace_setting, "trace", _BOTH, JSON, name)
+            handler, category, methods, headers = self._of_model[action]
+            version = -1 if version_text is None else int(version_text)
+            if version > _LARGEST_VERSION:
+                return self._route(_refuse_version, category, methods, headers, version_text)
+            return self._route(handler, category, methods, headers, name, version)
+        if match := _REPOSITORY.fullmatch(path):
+            repository, index, name, action = match.groups()
+            if index:
+                return self._route(self._management.index, "model-repository", _POST, JSON)
+            if repository is not None:
+                return self._route(self._management.named_repository, "model-repository", _POST, JSON)
+            handler = self._management.load if action == "load" else self._management.unload
+            return self._route(handler, "model-repository", _POST, JSON, name)
+        if match := _REGION.fullmatch(path):
+            kind, name, action = match.groups()
+            handler, methods = self._of_region[kind, action]
+            return self._route(handler, "shared-memory", methods, JSON, name or "")
+        return None
+
+    def _route(
+        self, handler: Handler, category: str, methods: frozenset[str], error_headers: Headers, *arguments: Any
+    ) -> Route:
+        return Route(handler, arguments, methods, error_headers, self._restrictions.get(category))
+
+
+def _with_encoded_slash(path: str) -> str:
+    path = _SLASH_IN_REGION.sub(r"\1%2F\2", path)
+    match = _SLASH_IN_MODEL.fullmatch(path)
+    return f"/v2/models/{match[1]}%2F{match[2]}{match[3]}" if match else path
+
+
+async def _refuse_version(scope: Scope, proto: HttpProtocol, text: str) -> None:
+    raise InvalidArgument(
+        f"failed to get model version from specified version string '{text}' (details: stoll), version should be an "
+        "integral value > 0"
+    )

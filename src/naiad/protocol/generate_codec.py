@@ -1,0 +1,90 @@
+"""The requests and responses of the generate extension: flat JSON objects instead of tensors. Pure."""
+
+from typing import Any
+
+from naiad.config.model_config import ModelConfig, TensorConfig
+from naiad.errors import InvalidArgument
+from naiad.messages import InferRequest, InferResponse, ParameterValue, Tensor
+from naiad.protocol.json_codec import DEFAULT_MAX_INPUT_SIZE, json_data, parameter_value, tensor_data
+from naiad.protocol.json_text import members, parse, string_member
+
+_NESTED = "parameters"
+
+
+def decode_generate(
+    body: bytes,
+    config: ModelConfig,
+    model_version: int = -1,
+    forwarded: dict[str, ParameterValue] | None = None,
+    max_input_size: int = DEFAULT_MAX_INPUT_SIZE,
+) -> InferRequest:
+    """Keys that are inputs become tensors, `id` the id, all others parameters; `parameters` is read like the top."""
+    if len(body) > max_input_size:
+        raise InvalidArgument(
+            f"request JSON size of {len(body)} bytes exceeds the maximum allowed input size of {max_input_size} bytes. "
+            "Use --http-max-input-size to increase the limit."
+        )
+    document = members(parse(body))
+    request_id = string_member(document, "id", "Unable to parse 'id': ") if "id" in document else ""
+    tensors: list[Tensor] = []
+    parameters: dict[str, ParameterValue] = dict(forwarded) if forwarded else {}
+    levels = [document]
+    if _NESTED in document:
+        if _NESTED in config.inputs:
+            raise InvalidArgument(f"Keyword '{_NESTED}' for nested schema also given as input tensor name")
+        levels.append(members(document[_NESTED]))
+    for level in levels:
+        for key, value in level.items():
+            if level is document and key in ("id", _NESTED):
+                continue
+            tensor = config.inputs.get(key)
+            if tensor is None:
+                parameters[key] = parameter_value(key, value)
+            else:
+                tensors.append(_tensor(tensor, value, max_input_size))
+    return InferRequest(config.name, tuple(tensors), model_version, request_id, parameters=parameters)
+
+
+def _tensor(config: TensorConfig, value: Any, max_input_size: int) -> Tensor:
+    data = value if type(value) is list else [value]
+    shape = _shape(config, len(data)) if data else ()
+    return Tensor(
+        config.name,
+        config.datatype,
+        shape,
+        tensor_data(config.name, config.datatype, len(data), data, max_input_size),
+    )
+
+
+def _shape(config: TensorConfig, count: int) -> tuple[int, ...]:
+    """The shape for `count` elements: the innermost variable dimension takes what the fixed ones leave, others are 1."""
+    left = count
+    for extent in config.shape:
+        if extent != -1:
+            if extent == 0 or left % extent:
+                raise _no_shape(config)
+            left //= extent
+    shape: list[int] = []
+    for extent in reversed(config.shape):
+        if extent == -1:
+            extent, left = left, 1
+        shape.append(extent)
+    if left != 1:
+        raise _no_shape(config)
+    return tuple(reversed(shape))
+
+
+def _no_shape(config: TensorConfig) -> InvalidArgument:
+    return InvalidArgument(f"The schema can not convert input '{config.name}' to tensor with proper shape")
+
+
+def generate_document(response: InferResponse) -> dict[str, Any]:
+    """The flat object of a response: outputs by name, one element without its list, and the response's parameters."""
+    document: dict[str, Any] = {"id": response.id} if response.id else {}
+    document["model_name"] = response.model_name
+    document["model_version"] = str(response.model_version)
+    for tensor in response.outputs:
+        data = json_data(tensor)
+        document[tensor.name] = data[0] if len(data) == 1 else data
+    document.update(response.parameters)
+    return document
