@@ -9,12 +9,21 @@ from collections.abc import Awaitable, Callable, Hashable
 from typing import Any
 
 from naiad.backends.python.calls import (
+    DropFamily,
+    DropMetric,
     ErrorValue,
+    Increment,
     InferAnswer,
     InferCall,
     LoadCall,
     MetricCall,
+    MetricChange,
+    MetricValue,
+    NewFamily,
+    NewMetric,
+    Observe,
     ReadyCall,
+    SetValue,
     StreamAnswer,
     StreamCall,
     TensorValue,
@@ -28,6 +37,7 @@ from naiad.engine import Engine
 from naiad.errors import InvalidArgument, NaiadError, NotFound
 from naiad.messages import InferRequest, Result, SequenceControl, Tensor
 from naiad.scheduling.scheduler import Call
+from naiad.telemetry.custom_metrics import CustomMetrics
 
 _FIRST, _LAST = 1, 2
 
@@ -35,9 +45,9 @@ _FIRST, _LAST = 1, 2
 class ModelCalls:
     """Answers `Services.call` of all hosts. `caller` tells hosts apart, so that what one holds goes with it."""
 
-    def __init__(self, engine: Engine, change_metrics: Callable[[MetricCall, Hashable], Any]) -> None:
+    def __init__(self, engine: Engine, metrics: CustomMetrics) -> None:
         self._engine = engine
-        self._change_metrics = change_metrics
+        self._metrics = metrics
         self._calls: dict[Hashable, set[Call]] = {}
         self._streams: dict[tuple[Hashable, int], _Stream] = {}
         self._last_stream = 0
@@ -64,6 +74,7 @@ class ModelCalls:
             call.cancel()
         for key in [key for key in self._streams if key[0] == caller]:
             del self._streams[key]
+        self._metrics.drop_owner(str(caller))
 
     async def _infer(self, arguments: Any, caller: Hashable) -> InferAnswer | StreamAnswer:
         asked = read(arguments, InferCall)
@@ -113,8 +124,33 @@ class ModelCalls:
         asked = read(arguments, ReadyCall)
         return self._engine.model_ready(asked.name, asked.version)
 
-    async def _metric(self, arguments: Any, caller: Hashable) -> Any:
-        return self._change_metrics(read(arguments, MetricCall), caller)
+    async def _metric(self, arguments: Any, caller: Hashable) -> float | None:
+        value: float | None = None
+        owner = str(caller)
+        for change in read(arguments, MetricCall).changes:
+            value = self._change_metric(change, owner)
+        return value
+
+    def _change_metric(self, change: MetricChange, owner: str) -> float | None:
+        metrics = self._metrics
+        match change:
+            case NewFamily():
+                metrics.new_family(owner, change.family, change.description, change.kind)
+            case DropFamily():
+                metrics.drop_family(owner, change.family)
+            case NewMetric():
+                metrics.new_metric(owner, change.family, change.labels, change.buckets)
+            case DropMetric():
+                metrics.drop_metric(owner, change.family, change.labels)
+            case Increment():
+                metrics.increment(owner, change.family, change.labels, change.value)
+            case SetValue():
+                metrics.set(owner, change.family, change.labels, change.value)
+            case Observe():
+                metrics.observe(owner, change.family, change.labels, change.values)
+            case MetricValue():
+                return metrics.value(owner, change.family, change.labels)
+        return None
 
 
 class _Stream:
@@ -164,5 +200,7 @@ def _answer(result: Result | None, final: bool) -> InferAnswer:
         return InferAnswer(error=ErrorValue(result.triton_code, result.message), final=final)
     if result is None:
         return InferAnswer(final=final)
-    outputs = tuple([TensorValue(t.name, t.datatype.number, t.shape, memoryview(bytes(t.data))) for t in result.outputs])
+    outputs = tuple(
+        [TensorValue(t.name, t.datatype.number, t.shape, memoryview(bytes(t.data))) for t in result.outputs]
+    )
     return InferAnswer(outputs, result.parameters, None, final)

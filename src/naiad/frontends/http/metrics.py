@@ -1,6 +1,6 @@
 """The metrics port: a listener of its own that renders the metrics on GET. On the event loop."""
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Self
 
 from naiad.frontends.http.listener import Listener
@@ -15,7 +15,7 @@ class MetricsFrontend:
     """Serves the text that `render` returns under /metrics; other paths are empty. `port` 0 is any."""
 
     def __init__(
-        self, render: Callable[[], bytes], address: str = "0.0.0.0", port: int = 8002, *, reuse_port: bool = False
+        self, render: Callable[[], Awaitable[bytes]], address: str = "0.0.0.0", port: int = 8002, *, reuse_port: bool = False
     ) -> None:
         self._render = render
         self._listener = Listener(self._answer, "metrics service", address, port, reuse_port=reuse_port, grace_s=1.0)
@@ -35,6 +35,6 @@ class MetricsFrontend:
         if scope.method != "GET":
             proto.response_bytes(405, PLAIN, _METHOD_NOT_ALLOWED)
         elif scope.path == "/metrics":
-            proto.response_bytes(200, _HEADERS, self._render())
+            proto.response_bytes(200, _HEADERS, await self._render())
         else:
             proto.response_empty(200, _HEADERS)

@@ -1,0 +1,144 @@
+"""Turns a source into a loaded version: host, completed configuration, instances, scheduler, labels. On the event loop."""
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from naiad.backends.api import InstanceContext
+from naiad.config.model_config import ModelConfig
+from naiad.config.read import Draft, finish, prepare, read_labels
+from naiad.config.validate import resolve_ensemble
+from naiad.errors import Unsupported
+from naiad.instances.hosts import HostedModel, Hosts, ModelSpec
+from naiad.instances.instance import Instance
+from naiad.instances.thread import ThreadModel
+from naiad.messages import ModelStatistics
+from naiad.models.manager import Source
+from naiad.models.model import Model
+from naiad.scheduling.dynamic import DynamicScheduler
+from naiad.scheduling.ensemble import EnsembleScheduler, Infer, members_of
+from naiad.scheduling.queue import RequestQueue
+from naiad.telemetry.log import Log
+
+
+class ModelLoader:
+    """Loads single versions. `infer` runs the steps of ensembles; `lookup` finds their members."""
+
+    def __init__(
+        self,
+        hosts: Hosts,
+        *,
+        log: Log,
+        auto_complete: bool,
+        backend_settings: Callable[[str], Mapping[str, str]],
+        infer: Infer,
+        lookup: Callable[[str, int], Model],
+    ) -> None:
+        self._hosts = hosts
+        self._log = log
+        self._auto_complete = auto_complete
+        self._backend_settings = backend_settings
+        self._infer = infer
+        self._lookup = lookup
+
+    async def load(self, source: Source, version: int) -> Model:
+        """Loads one version. Raises NaiadError; then nothing of it is left."""
+        draft = source.draft
+        assert isinstance(draft, Draft), "this is a bug: a source that could not be read is being loaded"
+        start = time.monotonic()
+        if draft.is_ensemble:
+            return await self._load_ensemble(draft, version, start)
+        version_directory = source.directory.versions[version].directory
+        hosted = await self._hosts.open(
+            ModelSpec(
+                name=draft.name,
+                version=version,
+                directory=draft.directory,
+                version_directory=version_directory,
+                path=version_directory / (draft.proto.default_model_filename or f"model.{draft.backend}"),
+                backend=draft.backend,
+                settings=dict(self._backend_settings(draft.backend)),
+                parameters={key: value.string_value for key, value in draft.proto.parameters.items()},
+            )
+        )
+        try:
+            return await self._load_into(hosted, draft, version, start)
+        except BaseException:
+            await hosted.close(0)
+            raise
+
+    async def _load_into(self, hosted: HostedModel | ThreadModel, draft: Draft, version: int, start: float) -> Model:
+        proposal = await hosted.complete(prepare(draft)) if self._auto_complete else None
+        config = finish(draft, proposal)
+        labels = await asyncio.to_thread(read_labels, draft.directory, config)
+        instances = await hosted.load(config.as_dict(), instances_of(config))
+        statistics = ModelStatistics(config.name, str(version))
+        scheduler = self._scheduler(config, instances, statistics)
+        seconds = time.monotonic() - start
+        return Model(config, version, scheduler, instances, statistics, labels, hosted, seconds)
+
+    def _scheduler(
+        self, config: ModelConfig, instances: list[Instance], statistics: ModelStatistics
+    ) -> DynamicScheduler:
+        if config.scheduling == "sequence":
+            raise Unsupported(f"model '{config.name}' asks for the sequence batcher, which this server does not have")
+        dynamic = config.dynamic_batching
+        queue = queue_for(config)
+        return DynamicScheduler(
+            config.name,
+            queue,
+            instances,
+            statistics,
+            preserve_ordering=dynamic is not None and dynamic.preserve_ordering,
+            report=self._log.exception,
+        )
+
+    async def _load_ensemble(self, draft: Draft, version: int, start: float) -> Model:
+        config = finish(draft)
+        models: dict[str, ModelConfig] = {}
+        labels: dict[str, list[str]] = {}
+        for step in config.ensemble_steps:
+            member = self._lookup(step.model_name, step.model_version)
+            models[step.model_name] = member.config
+            for output, tensor in step.outputs.items():
+                if tensor in config.outputs and output in member.labels:
+                    labels[tensor] = member.labels[output]
+        config = resolve_ensemble(config, models)
+        labels |= await asyncio.to_thread(read_labels, Path(draft.directory), config)
+        statistics = ModelStatistics(config.name, str(version))
+        members = members_of(config, models)
+        scheduler = EnsembleScheduler(config, version, members, statistics, self._infer, self._log.exception)
+        return Model(config, version, scheduler, (), statistics, labels, None, time.monotonic() - start)
+
+
+def queue_for(config: ModelConfig) -> RequestQueue:
+    """The queue of a model with the dynamic batcher or with none."""
+    dynamic = config.dynamic_batching
+    if dynamic is None:
+        return RequestQueue(config.max_batch_size, merge=False)
+    return RequestQueue(
+        config.max_batch_size,
+        preferred=dynamic.preferred_batch_sizes,
+        max_delay_ns=dynamic.max_queue_delay_us * 1000,
+        levels=dynamic.priority_levels,
+        default_level=dynamic.default_priority_level,
+        default_policy=dynamic.default_queue_policy,
+        policies=dynamic.priority_queue_policies,
+    )
+
+
+def instances_of(config: ModelConfig) -> list[InstanceContext]:
+    """The instances that the instance groups ask for, named as Triton names them (reference R2-66): `count` of each
+    group, on each GPU it lists; passive ones take no requests and are not loaded."""
+    instances: list[InstanceContext] = []
+    for group in config.instance_groups:
+        if group.passive:
+            continue
+        for device in group.gpus or (0,):
+            for number in range(group.count):
+                name = f"{group.name}_{number}"
+                if len(group.gpus) > 1:
+                    name += f"_gpu{device}"
+                instances.append(InstanceContext(name, group.kind, device if group.kind == "KIND_GPU" else 0))
+    return instances

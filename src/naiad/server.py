@@ -1,0 +1,260 @@
+"""The server: engine and front ends, started as nested blocks and stopped by leaving them.
+
+Everything is wired here, once, by hand. `serve` runs it until SIGTERM or SIGINT: then the server is not ready any
+more, front ends stop accepting, what is in flight gets `--exit-timeout-secs` to end, models are unloaded.
+"""
+
+import asyncio
+import signal
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import uvloop
+
+from naiad import __version__
+from naiad.engine import Engine
+from naiad.frontends.grpc.options import GrpcOptions
+from naiad.frontends.grpc.server import GrpcFrontend
+from naiad.frontends.http.app import HttpFrontend
+from naiad.frontends.http.metrics import MetricsFrontend
+from naiad.instances.hosts import Hosts
+from naiad.messages import InferRequest, ResponseSink
+from naiad.model_calls import ModelCalls
+from naiad.models.loader import ModelLoader
+from naiad.models.manager import ModelManager
+from naiad.models.model import Model
+from naiad.models.sources import RepositorySources
+from naiad.options import ServerOptions
+from naiad.protocol.regions import Regions
+from naiad.repository.watcher import changes
+from naiad.scheduling.scheduler import Call
+from naiad.telemetry.log import Log, bridge
+from naiad.telemetry.metrics import Metrics, MetricsSettings, ModelSeries
+from naiad.telemetry.system import SystemMetrics
+from naiad.telemetry.tables import show_models
+
+
+def serve(options: ServerOptions) -> int:
+    """Runs a server until a signal ends it; the exit status. Raises NaiadError if it cannot be created."""
+    return uvloop.run(_serve(options))
+
+
+async def _serve(options: ServerOptions) -> int:
+    log = Log()
+    log.configure(
+        verbose=options.log_verbose,
+        info=options.log_info,
+        warning=options.log_warning,
+        error=options.log_error,
+        format=options.log_format,
+        file=options.log_file,
+    )
+    bridge(log)
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    try:
+        return await _run(options, log, stop)
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+        log.close()
+
+
+async def _run(options: ServerOptions, log: Log, stop: asyncio.Event) -> int:
+    server = Server(options, log)
+    loading = asyncio.ensure_future(server.start())
+    stopping = asyncio.ensure_future(stop.wait())
+    await asyncio.wait((loading, stopping), return_when=asyncio.FIRST_COMPLETED)
+    if not loading.done():
+        loading.cancel()
+        await asyncio.gather(loading, return_exceptions=True)
+        await server.close()
+        return 0
+    try:
+        await loading
+        if server.failed_models and options.exit_on_error:
+            names = ", ".join(f"'{name}'" for name in server.failed_models)
+            log.error(f"failed to load all models: {names}; --exit-on-error=false serves the others")
+            return 1
+        await stop.wait()
+        log.info("Signal received, shutting down")
+    finally:
+        stopping.cancel()
+        in_time = await server.close()
+    if not in_time:
+        log.error("Exit timeout expired. Exiting immediately.")
+    return 0 if in_time else 1
+
+
+class Server:
+    """A server in this process, on the running loop."""
+
+    def __init__(self, options: ServerOptions, log: Log) -> None:
+        self.options = options
+        self.log = log
+        self.failed_models: list[str] = []
+        self._stack = AsyncExitStack()
+        self._close_by = 0.0
+
+    async def start(self) -> None:
+        """Loads the models and listens. Raises NaiadError for a port or an option that cannot be had."""
+        await self._stack.enter_async_context(self._running())
+
+    async def close(self) -> bool:
+        """Stops; whether everything in flight ended in time."""
+        timeout_s = self.options.exit_timeout_secs
+        self._close_by = time.monotonic() + timeout_s
+        try:
+            # Past the budget the hosts are killed, which ends whatever is left.
+            async with asyncio.timeout(timeout_s + 5):
+                await self._stack.aclose()
+        except TimeoutError:
+            return False
+        return time.monotonic() <= self._close_by + 1
+
+    @asynccontextmanager
+    async def _running(self) -> AsyncIterator[None]:
+        options, log = self.options, self.log
+        log.info(f"naiad {__version__}")
+        regions = Regions(allow=options.allow_client_shm)
+        async with Hosts(
+            isolation=options.isolation,
+            on_log=self._log_of_model,
+            on_call=self._call_of_model,
+            execution_timeout_s=options.execution_timeout_secs,
+        ) as hosts:
+            manager = self._manager(hosts)
+            self.engine = engine = Engine(manager, server_id=options.id, strict_readiness=options.strict_readiness)
+            metrics = self._metrics(manager)
+            self._calls = ModelCalls(engine, metrics.custom)
+            try:
+                async with self._frontends(engine, regions, metrics):
+                    await manager.start()
+                    self.failed_models = manager.failures()
+                    show_models(log, await engine.index())
+                    engine.started()
+                    async with self._watching(manager):
+                        yield
+                        engine.exiting()
+            finally:
+                await manager.close()
+
+    def _manager(self, hosts: Hosts) -> ModelManager:
+        options = self.options
+        auto_complete = not (options.disable_auto_complete_config or options.strict_model_config)
+        sources = RepositorySources(
+            options.model_repository,
+            config_name=options.model_config_name or "",
+            auto_complete=auto_complete,
+            gpus=0,
+        )
+        self._sources = sources
+
+        def infer(request: InferRequest, sink: ResponseSink) -> Call:
+            return self.engine.infer(request, sink)
+
+        def lookup(name: str, version: int) -> Model:
+            return self.engine.model(name, version)
+
+        loader = ModelLoader(
+            hosts,
+            log=self.log,
+            auto_complete=auto_complete,
+            backend_settings=self._backend_settings,
+            infer=infer,
+            lookup=lookup,
+        )
+        return ModelManager(
+            sources=sources,
+            loader=loader,
+            log=self.log,
+            mode=options.model_control_mode,
+            startup_models=options.load_model,
+            load_thread_count=options.model_load_thread_count,
+            load_retry_count=options.model_load_retry_count,
+            exit_timeout_s=options.exit_timeout_secs,
+        )
+
+    def _backend_settings(self, backend: str) -> Mapping[str, str]:
+        """Those of the backend over those for all backends."""
+        settings = {setting.key: setting.value for setting in self.options.backend_config if not setting.backend}
+        settings.setdefault("default-max-batch-size", "4")
+        settings |= {
+            setting.key: setting.value for setting in self.options.backend_config if setting.backend == backend
+        }
+        return settings
+
+    def _metrics(self, manager: ModelManager) -> Metrics:
+        options = self.options
+
+        def series() -> Iterator[ModelSeries]:
+            for model in manager.models():
+                yield ModelSeries(model.statistics, model.config.metric_tags)
+
+        system = SystemMetrics(cpu=options.allow_cpu_metrics, gpu=options.allow_gpu_metrics)
+        return Metrics(
+            series,
+            MetricsSettings.of(options.metrics_config),
+            system=system,
+            interval_s=options.metrics_interval_ms / 1000,
+        )
+
+    @asynccontextmanager
+    async def _frontends(self, engine: Engine, regions: Regions, metrics: Metrics) -> AsyncIterator[None]:
+        options, log = self.options, self.log
+        async with AsyncExitStack() as stack:
+            if options.allow_grpc:
+                grpc = GrpcFrontend(engine, GrpcOptions.of(options), regions, None, log)
+                await stack.enter_async_context(grpc)
+                log.info(f"Started GRPCInferenceService at {options.grpc_address}:{grpc.port}")
+            if options.allow_http:
+                http = HttpFrontend(
+                    engine,
+                    address=options.http_address,
+                    port=options.http_port,
+                    reuse_port=options.reuse_http_port,
+                    thread_count=options.http_thread_count,
+                    max_input_size=options.http_max_input_size,
+                    header_forward_pattern=options.http_header_forward_pattern,
+                    restricted_apis=options.http_restricted_api,
+                    regions=regions,
+                    log_settings=log,
+                    grace_s=options.exit_timeout_secs,
+                )
+                await stack.enter_async_context(http)
+                log.info(f"Started HTTPService at {options.http_address}:{options.http_port}")
+            if options.allow_metrics:
+                address = options.metrics_address or options.http_address
+                await stack.enter_async_context(MetricsFrontend(metrics.scrape, address, options.metrics_port))
+                log.info(f"Started Metrics Service at {address}:{options.metrics_port}")
+            yield
+
+    @asynccontextmanager
+    async def _watching(self, manager: ModelManager) -> AsyncIterator[None]:
+        if self.options.model_control_mode != "poll":
+            yield
+            return
+        task = asyncio.ensure_future(self._watch(manager))
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def _watch(self, manager: ModelManager) -> None:
+        start = await self._sources.scan()
+        async for snapshot in changes(self._sources.repositories, self.options.repository_poll_secs, start):
+            try:
+                await manager.follow(snapshot)
+            except Exception as error:
+                self.log.exception("following the model repositories failed; trying again at the next change", error)
+
+    def _log_of_model(self, model: str, version: int, level: str, message: str, file: str, line: int) -> None:
+        self.log.write(level, message, file, line)  # type: ignore[arg-type]
+
+    async def _call_of_model(self, model: str, version: int, method: str, arguments: Any) -> Any:
+        return await self._calls(method, arguments, (model, version))
