@@ -110,7 +110,7 @@ def _reason(text: str, source_line: str, column: int | None) -> str:
 
 def _suggest(word: str, names: list[str]) -> str:
     close = [name for name in (_OTHER_NAMES.get(word), _OTHER_NAMES.get(f"TYPE_{word}")) if name in names]
-    close += [name for name in names if word and name.endswith(f"_{word}")]
+    close += [name for name in names if word and (name.endswith(f"_{word}") or name.startswith(f"{word}_"))]
     close += difflib.get_close_matches(word, names, 1, 0.7)
     if close:
         return f"; did you mean '{close[0]}'?"
