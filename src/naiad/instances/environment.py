@@ -1,0 +1,253 @@
+"""The server's side of zygotes: one per backend environment, started when needed and again when it has died.
+
+Lives on the event loop. Knows how to begin and end host processes and how they ended, not what is in them.
+"""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+
+import msgspec
+
+from naiad.errors import Unavailable
+from naiad.instances.channel import LoopChannel
+from naiad.instances.frames import Exited, Fork, Forked, FromZygote, Hello, Start
+from naiad.instances.zygote import SAVED_OPENBLAS
+
+#: Importing a framework from a cold disk can take minutes, but not for ever.
+_START_TIMEOUT_S = 300.0
+#: How long after a host's end the zygote may take to say how it ended.
+_STATUS_TIMEOUT_S = 1.0
+
+
+def exit_text(status: int, by_signal: bool) -> str:
+    """How a process ended, for example "was killed by signal 9 (SIGKILL; out of memory?)"."""
+    if not by_signal:
+        return f"exited with code {status}"
+    try:
+        name = signal.Signals(status).name
+    except ValueError:
+        name = "unknown"
+    hint = "; out of memory?" if status == signal.SIGKILL else ""
+    return f"was killed by signal {status} ({name}{hint})"
+
+
+class Child:
+    """A host process. `on_end(how)` is called once when it has ended."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, pid: int, pidfd: int, control: socket.socket) -> None:
+        self.pid = pid
+        self.control = control
+        self.on_end: Callable[[str], None] | None = None
+        self._loop = loop
+        self._pidfd = pidfd
+        self._status: str | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._ended: asyncio.Future[None] = loop.create_future()
+        loop.add_reader(pidfd, self._on_exit)
+
+    def kill(self) -> None:
+        """SIGKILL; the end is reported as any other. Sure to hit this process and no other."""
+        if self._pidfd >= 0:
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
+    def status(self, text: str) -> None:
+        """The zygote says how the process ended; before or after the end is seen here."""
+        self._status = text
+        if self._timer is not None:
+            self._timer.cancel()
+            self._report()
+
+    async def wait(self) -> None:
+        """Until it has ended and `on_end` was called."""
+        await asyncio.shield(self._ended)
+
+    def _on_exit(self) -> None:
+        self._loop.remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        self._pidfd = -1
+        if self._status is not None:
+            self._report()
+        else:
+            self._timer = self._loop.call_later(_STATUS_TIMEOUT_S, self._report)
+
+    def _report(self) -> None:
+        self._timer = None
+        if not self._ended.done():
+            self._ended.set_result(None)
+            if self.on_end is not None:
+                self.on_end(self._status or "ended")
+
+
+class _Zygote:
+    """One zygote process and what it was asked for."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, backend: str, reference: str, interpreter: str) -> None:
+        self.hello: asyncio.Future[Hello] = loop.create_future()
+        self.forks: dict[int, tuple[asyncio.Future[Child], socket.socket]] = {}
+        self.children: dict[int, Child] = {}
+        self.ended: asyncio.Future[None] = loop.create_future()
+        self._loop = loop
+        self._backend = backend
+        mine, theirs = socket.socketpair()
+        environment = dict(os.environ)
+        environment[SAVED_OPENBLAS] = environment.get("OPENBLAS_NUM_THREADS", "")
+        environment["OPENBLAS_NUM_THREADS"] = "1"
+        try:
+            self._process = subprocess.Popen(
+                [interpreter, "-P", "-m", "naiad.instances.zygote", str(theirs.fileno()), backend],
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                env=environment,
+            )
+        except OSError as error:
+            mine.close()
+            raise Unavailable(f"cannot start '{interpreter}' for backend '{backend}': {error.strerror}") from error
+        finally:
+            theirs.close()
+        self._pidfd = os.pidfd_open(self._process.pid)
+        loop.add_reader(self._pidfd, self._on_exit)
+        decoder: msgspec.msgpack.Decoder[FromZygote] = msgspec.msgpack.Decoder(FromZygote)
+        self._channel = LoopChannel(loop, mine, decoder, self._on_message, self._on_end)
+        path = list(sys.path) if interpreter == sys.executable else None
+        self._channel.send(Start(backend, reference, path))
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        return self._channel.is_open
+
+    def fork(self, number: int, name: str, exclusive: bool) -> "asyncio.Future[Child]":
+        mine, theirs = socket.socketpair()
+        forked: asyncio.Future[Child] = self._loop.create_future()
+        self.forks[number] = (forked, mine)
+        self._channel.send(Fork(number, name, exclusive), (theirs.fileno(),))
+        theirs.close()
+        return forked
+
+    def close(self) -> None:
+        """It ends its children, and itself, when the socket ends."""
+        self._channel.close()
+        self._fail("has been closed")
+
+    def _on_message(self, message: FromZygote, fds: list[int]) -> None:
+        if isinstance(message, Hello):
+            if not self.hello.done():
+                self.hello.set_result(message)
+        elif isinstance(message, Exited):
+            if (child := self.children.pop(message.pid, None)) is not None:
+                child.status(exit_text(message.status, message.by_signal))
+        else:
+            self._on_forked(message, fds)
+
+    def _on_forked(self, message: Forked, fds: list[int]) -> None:
+        forked, control = self.forks.pop(message.reply)
+        if message.failure is not None:
+            control.close()
+            if not forked.done():
+                forked.set_exception(message.failure.error())
+            return
+        child = Child(self._loop, message.pid, fds[0], control)
+        self.children[message.pid] = child
+        if forked.done():
+            # Whoever asked was cancelled: nobody will ever talk to this host.
+            control.close()
+        else:
+            forked.set_result(child)
+
+    def _on_end(self, reason: str | None) -> None:
+        self._fail(reason or "has ended")
+
+    def _fail(self, reason: str) -> None:
+        error = Unavailable(f"the process that imports backend '{self._backend}' {reason}")
+        if not self.hello.done():
+            self.hello.set_exception(error)
+            self.hello.exception()
+        for forked, control in self.forks.values():
+            control.close()
+            if not forked.done():
+                forked.set_exception(error)
+        self.forks.clear()
+
+    def _on_exit(self) -> None:
+        self._loop.remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        code = self._process.wait()
+        self._channel.drain()
+        self._channel.close()
+        self._fail(exit_text(abs(code), code < 0))
+        self.ended.set_result(None)
+
+
+class BackendEnvironment:
+    """A backend in an interpreter: what it is, and hosts that have it imported."""
+
+    def __init__(self, backend: str, reference: str, interpreter: str, warn: Callable[[str], None]) -> None:
+        self.backend = backend
+        self._reference = reference
+        self._interpreter = interpreter
+        self._warn = warn
+        self._zygote: _Zygote | None = None
+        self._ending: list[_Zygote] = []
+        self._fork_count = 0
+
+    @property
+    def pid(self) -> int | None:
+        """The zygote's process id while it lives."""
+        return self._zygote.pid if self._zygote is not None and self._zygote.is_alive else None
+
+    async def start(self) -> Hello:
+        """Starts the zygote unless it lives. Raises NaiadError: unknown backend, missing or broken import."""
+        return await self._hello(self._living_zygote())
+
+    async def fork(self, name: str, exclusive: bool) -> Child:
+        """A new host process, named for ps. Raises NaiadError."""
+        zygote = self._living_zygote()
+        await self._hello(zygote)
+        self._fork_count += 1
+        return await zygote.fork(self._fork_count, name, exclusive)
+
+    async def close(self) -> None:
+        """Ends the zygote, and with it hosts that are still there."""
+        if self._zygote is not None:
+            self._zygote.close()
+            self._ending.append(self._zygote)
+            self._zygote = None
+        for zygote in self._ending:
+            await asyncio.shield(zygote.ended)
+        self._ending.clear()
+
+    def _living_zygote(self) -> _Zygote:
+        zygote = self._zygote
+        if zygote is None or not zygote.is_alive:
+            if zygote is not None:
+                self._ending = [old for old in [*self._ending, zygote] if not old.ended.done()]
+            loop = asyncio.get_running_loop()
+            zygote = self._zygote = _Zygote(loop, self.backend, self._reference, self._interpreter)
+        return zygote
+
+    async def _hello(self, zygote: _Zygote) -> Hello:
+        first = not zygote.hello.done()
+        try:
+            async with asyncio.timeout(_START_TIMEOUT_S):
+                hello = await asyncio.shield(zygote.hello)
+        except TimeoutError:
+            zygote.close()
+            raise Unavailable(
+                f"backend '{self.backend}' has not finished importing within {_START_TIMEOUT_S:g} s"
+            ) from None
+        if hello.failure is not None:
+            raise hello.failure.error()
+        if first and hello.threads > 1:
+            self._warn(
+                f"backend '{self.backend}' started {hello.threads - 1} threads while it was imported; "
+                "they do not exist in its hosts"
+            )
+        return hello

@@ -1,0 +1,485 @@
+"""Runs batches on a backend object: frames and arenas in, arrays for the backend, results out.
+
+Lives where the model lives: in a host process, or in a thread of the server with `--isolation=none`. Knows nothing
+of sockets: a `Link` carries the results away. One thread executes; the answers of a decoupled model may come
+from any thread.
+"""
+
+import threading
+from collections.abc import Mapping, Sequence
+from time import monotonic_ns
+from typing import Any, Protocol
+
+import numpy as np
+
+from naiad import datatypes
+from naiad.backends.api import Array, ArrayBackend, BackendResponse, ConfigDict, RequestBackend
+from naiad.datatypes import DataType
+from naiad.errors import Internal, NaiadError, ResourceExhausted
+from naiad.instances import arena
+from naiad.instances.frames import Details, Execute, Failure, Input, Output, Response, Results, failure
+from naiad.messages import ParameterValue
+
+#: Late results up to this size travel in their frame: copying them costs less than a memory file.
+INLINE_LIMIT = 256 * 1024
+
+
+class OneShot:
+    """Memory for the outputs of one frame; `fd` is None inside the server process."""
+
+    __slots__ = ("fd", "view")
+
+    def __init__(self, view: memoryview, fd: int | None) -> None:
+        self.view = view
+        self.fd = fd
+
+
+class Link(Protocol):
+    """The way of an instance's results to the server. `outputs` is the output arena."""
+
+    outputs: memoryview
+
+    def send(self, results: Results, one_shot: OneShot | None) -> None:
+        """From any thread; `one_shot` is given away."""
+
+    def one_shot(self, byte_size: int) -> OneShot:
+        """Memory beside the arena. Raises ResourceExhausted."""
+
+
+class TensorSpec:
+    """An input or output of the configuration, as execution needs it."""
+
+    __slots__ = ("datatype", "dims", "name", "reshape")
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self.name: str = config["name"]
+        self.datatype = datatypes.BY_CONFIG_NAME[config["data_type"]]
+        self.dims = tuple(int(extent) for extent in config.get("dims", ()))
+        reshape = config.get("reshape")
+        self.reshape = None if reshape is None else tuple(int(extent) for extent in reshape.get("shape", ()))
+
+
+class Signature:
+    """The part of a model configuration that execution needs."""
+
+    def __init__(self, model: str, instance: str, config: ConfigDict) -> None:
+        self.model = model
+        self.instance = instance
+        self.batching = int(config.get("max_batch_size", 0)) > 0
+        self.decoupled = bool(config.get("model_transaction_policy", {}).get("decoupled", False))
+        self.outputs = {spec.name: spec for spec in map(TensorSpec, config.get("output", ()))}
+        self.output_names = tuple(self.outputs)
+        inputs = map(TensorSpec, config.get("input", ()))
+        self.reshaped_inputs = {spec.name: spec for spec in inputs if spec.reshape is not None}
+
+
+def _reshaped(shape: tuple[int, ...], batching: bool, of: tuple[int, ...], to: tuple[int, ...]) -> tuple[int, ...]:
+    """`shape`, which matches `of` behind the batch dimension, as `to`: the variable extents keep their order."""
+    head, tail = (shape[:1], shape[1:]) if batching else ((), shape)
+    variable = iter([extent for extent, wanted in zip(tail, of, strict=True) if wanted < 0])
+    return head + tuple(next(variable) if extent < 0 else extent for extent in to)
+
+
+_DATATYPES = datatypes.BY_NUMBER
+_BYTES = DataType.BYTES.number
+
+
+def _array(datatype: int, shape: tuple[int, ...], data: memoryview, offset: int, byte_size: int) -> Array:
+    if datatype == _BYTES:
+        return datatypes.unpack_bytes(data[offset : offset + byte_size], shape)
+    return np.ndarray(shape, _DATATYPES[datatype].numpy, data, offset)
+
+
+class _Packed:
+    """An output that is ready to be placed: an array, or the packed elements of a BYTES tensor."""
+
+    __slots__ = ("array", "byte_size", "datatype", "name", "packed", "shape", "sizes")
+
+    def __init__(self, name: str, datatype: DataType, array: Array, rows: Sequence[int] | None) -> None:
+        self.name = name
+        self.datatype = datatype
+        self.shape = array.shape
+        self.sizes: list[int] | None = None
+        if datatype is DataType.BYTES:
+            if rows is None or len(rows) == 1:
+                self.packed: bytes | None = datatypes.pack_bytes(array.ravel().tolist())
+            else:
+                ends = np.cumsum(rows).tolist()
+                parts = [
+                    datatypes.pack_bytes(array[end - count : end].ravel().tolist())
+                    for end, count in zip(ends, rows, strict=True)
+                ]
+                self.sizes = [len(part) for part in parts]
+                self.packed = b"".join(parts)
+            self.byte_size = len(self.packed)
+        else:
+            self.packed = None
+            self.array = array
+            self.byte_size = array.size * datatype.byte_size
+
+    def write(self, data: memoryview, offset: int) -> None:
+        if self.packed is not None:
+            data[offset : offset + self.byte_size] = self.packed
+        else:
+            np.copyto(np.ndarray(self.shape, self.datatype.numpy, data, offset), self.array)
+
+    def bytes(self) -> bytes:
+        return self.packed if self.packed is not None else self.array.astype(self.datatype.numpy, copy=False).tobytes()
+
+
+class _Outputs:
+    """Places outputs: in the arena while its batch runs, else in the frame or in a one-shot."""
+
+    def __init__(self, link: Link, signature: Signature, byte_limit: int) -> None:
+        self._link = link
+        self._signature = signature
+        self._byte_limit = byte_limit
+        self._arena = link.outputs
+        self._arena_size = len(self._arena)
+        self._at = 0
+
+    def begin(self) -> None:
+        """A new batch: the server has read what lies in the arena."""
+        self._at = 0
+
+    def place(self, packed: Sequence[_Packed], in_arena: bool) -> tuple[list[Output], OneShot | None]:
+        """Raises ResourceExhausted."""
+        total = 0
+        for output in packed:
+            total = arena.aligned(total) + output.byte_size
+        if in_arena and self._at + total <= self._arena_size:
+            data, at, one_shot = self._arena, self._at, None
+            self._at = arena.aligned(at + total)
+        elif total <= INLINE_LIMIT:
+            return [
+                Output(o.name, o.datatype.number, o.shape, 0, o.byte_size, o.sizes, o.bytes()) for o in packed
+            ], None
+        else:
+            if total > self._byte_limit:
+                largest = max(packed, key=lambda output: output.byte_size)
+                raise ResourceExhausted(
+                    f"model '{self._signature.model}': the outputs of one execution take {total} bytes, of which "
+                    f"'{largest.name}' {largest.byte_size} bytes; the limit is {self._byte_limit} bytes"
+                )
+            one_shot = self._link.one_shot(total)
+            data, at = one_shot.view, 0
+        placed = []
+        for output in packed:
+            output.write(data, at)
+            placed.append(
+                Output(output.name, output.datatype.number, output.shape, at, output.byte_size, output.sizes, None)
+            )
+            at = arena.aligned(at + output.byte_size)
+        return placed, one_shot
+
+
+class ArrayExecution:
+    """Batches of an ArrayBackend."""
+
+    def __init__(self, backend: ArrayBackend, signature: Signature, link: Link, byte_limit: int) -> None:
+        self._backend = backend
+        self._signature = signature
+        self._link = link
+        self._outputs = _Outputs(link, signature, byte_limit)
+
+    def execute(self, frame: Execute, data: memoryview, received_ns: int) -> None:
+        """Runs a batch and sends its results, whatever happens; `data` holds the inputs."""
+        signature = self._signature
+        inputs_ns = computed_ns = 0
+        outputs: list[Output] | None = None
+        problem: Failure | None = None
+        one_shot: OneShot | None = None
+        try:
+            inputs = {tensor.name: self._input(tensor, data) for tensor in frame.inputs}
+            names = frame.outputs or signature.output_names
+            inputs_ns = monotonic_ns()
+            arrays = self._backend.run(inputs, names)
+            computed_ns = monotonic_ns()
+            rows = frame.rows
+            row_count = rows[0] if len(rows) == 1 else sum(rows)
+            self._outputs.begin()
+            outputs, one_shot = self._outputs.place(
+                [self._checked(name, arrays, row_count, rows) for name in names], in_arena=True
+            )
+        except BaseException as error:
+            outputs = None
+            problem = failure(error)
+        end_ns = monotonic_ns()
+        inputs_ns = inputs_ns or end_ns
+        times = (received_ns, inputs_ns, computed_ns or end_ns, end_ns)
+        self._link.send(
+            Results(frame.batch, outputs, None, problem, times, 0 if one_shot is None else len(one_shot.view)), one_shot
+        )
+
+    def cancel(self, batch: int, index: int) -> None:
+        """An ArrayBackend does not ask."""
+
+    def close(self) -> None:
+        self._backend.close()
+
+    def _input(self, tensor: Input, data: memoryview) -> Array:
+        if tensor.shapes is not None:
+            count = sum(int(np.prod(shape)) for shape in tensor.shapes if shape is not None)
+            return _array(tensor.datatype, (count,), data, tensor.offset, tensor.byte_size)
+        array = _array(tensor.datatype, tensor.shape, data, tensor.offset, tensor.byte_size)
+        spec = self._signature.reshaped_inputs.get(tensor.name)
+        return array if spec is None else _reshape_input(array, spec, self._signature.batching)
+
+    def _checked(self, name: str, arrays: Any, row_count: int, rows: Sequence[int]) -> _Packed:
+        """The output `name` of what `run` returned. Raises Internal where it is not what the configuration says."""
+        signature = self._signature
+        spec = signature.outputs[name]
+        try:
+            array = arrays[name]
+        except (KeyError, TypeError):
+            got = sorted(map(str, arrays)) if isinstance(arrays, Mapping) else type(arrays).__name__
+            raise Internal(f"model '{signature.model}' returned no output '{name}', got {got}") from None
+        if not isinstance(array, np.ndarray):
+            raise Internal(
+                f"model '{signature.model}' returned a {type(array).__name__} as output '{name}', "
+                "expected a numpy array"
+            )
+        datatype = spec.datatype
+        if array.dtype != datatype.numpy and datatypes.from_numpy(array.dtype) is not datatype:
+            got = datatypes.from_numpy(array.dtype)
+            raise Internal(
+                f"model '{signature.model}' returned data type {got.name if got else array.dtype} for output "
+                f"'{name}', expected {datatype.name} as configured"
+            )
+        dims = spec.dims if spec.reshape is None else spec.reshape
+        rank = len(dims) + signature.batching
+        if array.ndim != rank:
+            wanted = ([-1] if signature.batching else []) + list(dims)
+            raise Internal(
+                f"model '{signature.model}' returned shape {list(array.shape)} for output '{name}', "
+                f"expected {rank} dimensions: {wanted}"
+            )
+        if signature.batching and array.shape[0] != row_count:
+            raise Internal(
+                f"model '{signature.model}' returned shape {list(array.shape)} for output '{name}' of a batch of "
+                f"{row_count}, expected {row_count} as its first dimension"
+            )
+        if spec.reshape is not None:
+            array = array.reshape(_reshaped(array.shape, signature.batching, spec.reshape, spec.dims))
+        return _Packed(name, datatype, array, rows if signature.batching else None)
+
+
+def _reshape_input(array: Array, spec: TensorSpec, batching: bool) -> Array:
+    assert spec.reshape is not None
+    return array.reshape(_reshaped(array.shape, batching, spec.dims, spec.reshape))
+
+
+_NO_DETAILS = Details("", (), {}, 0, 0, 0, 0)
+
+
+class HostRequest:
+    """A `BackendRequest`: one request of a batch of a RequestBackend."""
+
+    __slots__ = (
+        "_batch",
+        "_cancelled",
+        "_execution",
+        "_held",
+        "_index",
+        "answered",
+        "correlation_id",
+        "flags",
+        "id",
+        "inputs",
+        "outputs",
+        "parameters",
+        "priority",
+        "timeout_us",
+    )
+
+    def __init__(
+        self,
+        execution: "RequestExecution",
+        batch: int,
+        index: int,
+        inputs: Mapping[str, Array],
+        details: Details,
+        outputs: Sequence[str],
+    ) -> None:
+        self.id = details.id
+        self.inputs = inputs
+        self.outputs: Sequence[str] = details.outputs or outputs
+        self.parameters: Mapping[str, ParameterValue] = details.parameters
+        self.correlation_id = details.correlation_id
+        self.flags = details.flags
+        self.priority = details.priority
+        self.timeout_us = details.timeout_us
+        self.answered = False
+        self._execution = execution
+        self._batch = batch
+        self._index = index
+        self._cancelled = False
+        self._held: BackendResponse | NaiadError | None = None
+
+    def send(self, result: BackendResponse | NaiadError | None, final: bool) -> None:
+        """See `BackendRequest.send`."""
+        self._execution.answer(self, result, final)
+
+    def is_cancelled(self) -> bool:
+        return self._cancelled
+
+
+class RequestExecution:
+    """Batches of a RequestBackend."""
+
+    def __init__(self, backend: RequestBackend, signature: Signature, link: Link, byte_limit: int) -> None:
+        self._backend = backend
+        self._signature = signature
+        self._link = link
+        self._outputs = _Outputs(link, signature, byte_limit)
+        self._lock = threading.Lock()
+        self._executing = 0
+        self._collected: list[Response] = []
+        self._open: dict[int, list[HostRequest]] = {}
+
+    def execute(self, frame: Execute, data: memoryview, received_ns: int) -> None:
+        """Runs a batch and sends what is answered until it returns, whatever happens."""
+        inputs_ns = 0
+        problem: Failure | None = None
+        requests: list[HostRequest] = []
+        self._outputs.begin()
+        self._executing = frame.batch
+        try:
+            requests = self._requests(frame, data)
+            self._open[frame.batch] = requests
+            inputs_ns = monotonic_ns()
+            self._backend.execute(requests)
+        except BaseException as error:
+            problem = failure(error)
+        computed_ns = monotonic_ns()
+        with self._lock:
+            self._executing = 0
+            collected, self._collected = self._collected, []
+            if problem is not None or not self._signature.decoupled:
+                unanswered = [request for request in requests if not request.answered]
+                for request in unanswered:
+                    request.answered = True
+                if problem is None and unanswered:
+                    problem = Failure(
+                        "Internal",
+                        f"model '{self._signature.model}' did not answer {len(unanswered)} of the {len(requests)} "
+                        "requests of a batch",
+                    )
+                self._open.pop(frame.batch, None)
+            times = (received_ns, inputs_ns or computed_ns, computed_ns, monotonic_ns())
+            self._link.send(Results(frame.batch, None, collected, problem, times, 0), None)
+
+    def cancel(self, batch: int, index: int) -> None:
+        """From the control thread."""
+        requests = self._open.get(batch)
+        if requests is not None and index < len(requests):
+            requests[index]._cancelled = True
+
+    def close(self) -> None:
+        self._backend.close()
+
+    def answer(self, request: HostRequest, result: BackendResponse | NaiadError | None, final: bool) -> None:
+        """`HostRequest.send`."""
+        with self._lock:
+            if request.answered:
+                raise Internal(f"model '{self._signature.model}' sent a response after the final one of a request")
+            if not self._signature.decoupled:
+                # An ordinary request has one response: a result that is not final waits for its ending.
+                if result is not None and request._held is not None:
+                    raise Internal(
+                        f"model '{self._signature.model}' sent more than one response to a request; only models with "
+                        "a decoupled transaction policy may"
+                    )
+                if not final:
+                    request._held = result
+                    return
+                result = request._held if result is None else result
+                request._held = None
+                if result is None:
+                    raise Internal(f"model '{self._signature.model}' sent no response to a request before its end")
+            in_time = self._executing == request._batch
+            response, one_shot = self._response(request, result, final, in_time)
+            if final:
+                request.answered = True
+                # The arrays need not live as long as the model keeps the request.
+                request.inputs = {}
+            if one_shot is None and in_time and not self._signature.decoupled:
+                self._collected.append(response)
+                return
+            size = 0 if one_shot is None else len(one_shot.view)
+            self._link.send(Results(request._batch, None, [response], None, None, size), one_shot)
+            if final and self._signature.decoupled:
+                requests = self._open.get(request._batch)
+                if requests is not None and all(other.answered for other in requests):
+                    self._open.pop(request._batch, None)
+
+    def _response(
+        self, request: HostRequest, result: BackendResponse | NaiadError | None, final: bool, in_time: bool
+    ) -> tuple[Response, OneShot | None]:
+        index = request._index
+        if result is None:
+            return Response(index, None, {}, None, final), None
+        if isinstance(result, NaiadError):
+            return Response(index, None, {}, failure(result), final), None
+        packed = []
+        for name, array in result.outputs.items():
+            if name not in request.outputs:
+                continue
+            if not isinstance(array, np.ndarray):
+                raise Internal(
+                    f"model '{self._signature.model}' answered a {type(array).__name__} as output '{name}', "
+                    "expected a numpy array"
+                )
+            datatype = datatypes.from_numpy(array.dtype)
+            if datatype is None:
+                raise Internal(
+                    f"model '{self._signature.model}' answered an array of {array.dtype} as output '{name}', "
+                    "which is no data type of the protocol"
+                )
+            packed.append(_Packed(name, datatype, array, None))
+        outputs, one_shot = self._outputs.place(packed, in_time)
+        return Response(index, outputs, dict(result.parameters), None, final), one_shot
+
+    def _requests(self, frame: Execute, data: memoryview) -> list[HostRequest]:
+        count = len(frame.rows)
+        details = frame.details or [_NO_DETAILS] * count
+        arrays: list[dict[str, Array]] = [{} for _ in range(count)]
+        # The server uses the arena again while model code may still hold arrays of it; a one-shot is ours alone.
+        copy = not frame.one_shot
+        for tensor in frame.inputs:
+            spec = self._signature.reshaped_inputs.get(tensor.name)
+            for index, array in enumerate(self._split(tensor, frame.rows, data)):
+                if array is not None:
+                    if copy and tensor.datatype != _BYTES:
+                        array = array.copy()
+                    if spec is not None:
+                        array = _reshape_input(array, spec, self._signature.batching)
+                    arrays[index][tensor.name] = array
+        names = self._signature.output_names
+        return [HostRequest(self, frame.batch, i, arrays[i], details[i], names) for i in range(count)]
+
+    def _split(self, tensor: Input, rows: list[int], data: memoryview) -> list[Array | None]:
+        if len(rows) == 1 and tensor.shapes is None:
+            return [_array(tensor.datatype, tensor.shape, data, tensor.offset, tensor.byte_size)]
+        split: list[Array | None] = []
+        if tensor.shapes is None:
+            array = _array(tensor.datatype, tensor.shape, data, tensor.offset, tensor.byte_size)
+            start = 0
+            for count in rows:
+                split.append(array[start : start + count])
+                start += count
+            return split
+        assert tensor.sizes is not None
+        at = tensor.offset
+        for shape, size in zip(tensor.shapes, tensor.sizes, strict=True):
+            split.append(None if shape is None else _array(tensor.datatype, shape, data, at, size))
+            at += size
+        return split
+
+
+def execution(backend: object, signature: Signature, link: Link, byte_limit: int) -> ArrayExecution | RequestExecution:
+    """The execution that fits the backend object."""
+    if isinstance(backend, ArrayBackend):
+        return ArrayExecution(backend, signature, link, byte_limit)
+    assert isinstance(backend, RequestBackend), "a backend is an ArrayBackend or a RequestBackend"
+    return RequestExecution(backend, signature, link, byte_limit)

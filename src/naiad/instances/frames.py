@@ -1,0 +1,266 @@
+"""What the server, the zygotes and the hosts say to each other: msgpack arrays, nothing pickled.
+
+Four conversations, each on a socket of its own: server and zygote, server and host (control), server and
+instance (batches). Tensors are not in the frames: they lie in arenas, and a frame says where.
+"""
+
+from typing import Any
+
+import msgspec
+
+from naiad import errors
+from naiad.errors import NaiadError
+from naiad.messages import ParameterValue
+
+_KINDS: dict[str, type[NaiadError]] = {
+    kind.__name__: kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, NaiadError)
+}
+
+
+class Failure(msgspec.Struct, array_like=True):
+    """An error on its way between processes: the name of its class and its text."""
+
+    kind: str
+    message: str
+
+    def error(self) -> NaiadError:
+        return _KINDS.get(self.kind, errors.Internal)(self.message)
+
+
+def failure(error: BaseException) -> Failure:
+    """The frame of an exception. One that is no NaiadError becomes Internal with its own text."""
+    if isinstance(error, NaiadError):
+        return Failure(type(error).__name__, error.message)
+    return Failure("Internal", str(error) or type(error).__name__)
+
+
+# ---- batches -------------------------------------------------------------------------------------------------
+
+
+class Input(msgspec.Struct, array_like=True):
+    """An input of a batch: the rows of all requests, one behind the other, from `offset` on.
+
+    `shape` is that of the whole batch. `sizes` are the bytes of each request, where equal rows do not tell them
+    (BYTES and ragged inputs). `shapes` are the shapes of each request if they cannot be stacked, None for a
+    request without this input.
+    """
+
+    name: str
+    datatype: int
+    shape: tuple[int, ...]
+    offset: int
+    byte_size: int
+    sizes: list[int] | None
+    shapes: list[tuple[int, ...] | None] | None
+
+
+class Details(msgspec.Struct, array_like=True):
+    """What a RequestBackend may want to know of a request besides its tensors."""
+
+    id: str
+    outputs: tuple[str, ...]
+    parameters: dict[str, ParameterValue]
+    correlation_id: int | str
+    flags: int
+    priority: int
+    timeout_us: int
+
+
+class Execute(msgspec.Struct, array_like=True):
+    """One batch. `outputs` are those anybody asked for, empty for all. `details` is None where all are defaults.
+
+    With `one_shot` > 0 the inputs lie in a memfd of that many bytes which comes with the frame, else in the
+    instance's input arena.
+    """
+
+    batch: int
+    inputs: list[Input]
+    rows: list[int]
+    outputs: tuple[str, ...]
+    details: list[Details] | None
+    one_shot: int
+
+
+class Output(msgspec.Struct, array_like=True):
+    """An output of a batch or of one response: in the frame (`data`), else at `offset` of arena or one-shot.
+
+    `sizes` are the bytes of each request's rows where equal rows do not tell them (BYTES).
+    """
+
+    name: str
+    datatype: int
+    shape: tuple[int, ...]
+    offset: int
+    byte_size: int
+    sizes: list[int] | None
+    data: bytes | None
+
+
+class Response(msgspec.Struct, array_like=True):
+    """A response to request `index` of a batch; neither outputs nor failure: only the ending."""
+
+    index: int
+    outputs: list[Output] | None
+    parameters: dict[str, ParameterValue]
+    failure: Failure | None
+    final: bool
+
+
+class Results(msgspec.Struct, array_like=True):
+    """Results of a batch, one frame or several. `outputs` are batched: the server splits them by rows.
+
+    `failure` is for all requests that have no final response yet. `times` (received, inputs ready, outputs
+    computed, done; ns of CLOCK_MONOTONIC) says that the instance can take another batch.
+    """
+
+    batch: int
+    outputs: list[Output] | None
+    responses: list[Response] | None
+    failure: Failure | None
+    times: tuple[int, int, int, int] | None
+    one_shot: int
+
+
+# ---- control -------------------------------------------------------------------------------------------------
+
+
+class InstanceSpec(msgspec.Struct, array_like=True):
+    """An instance to be loaded; its socket, input arena and output arena come with the frame, in this order."""
+
+    name: str
+    kind: str
+    device_id: int
+
+
+class VersionSpec(msgspec.Struct, array_like=True):
+    """A model version as a host must know it: the fields of `ModelContext`."""
+
+    name: str
+    version: int
+    directory: str
+    version_directory: str
+    path: str
+    settings: dict[str, str]
+
+
+class Complete(msgspec.Struct, array_like=True, tag="complete"):
+    """Wants the completed configuration. `reply` names the Reply."""
+
+    reply: int
+    model: int
+    spec: VersionSpec
+    config: dict[str, Any]
+
+
+class Load(msgspec.Struct, array_like=True, tag="load"):
+    """Loads the instances of a model version. `model` is its number in this host."""
+
+    reply: int
+    model: int
+    spec: VersionSpec
+    config: dict[str, Any]
+    instances: list[InstanceSpec]
+    batch_byte_limit: int
+
+
+class Unload(msgspec.Struct, array_like=True, tag="unload"):
+    """Wants to know when a model's instances have closed; they do so when their sockets end."""
+
+    reply: int
+    model: int
+
+
+class Cancel(msgspec.Struct, array_like=True, tag="cancel"):
+    """The client of a request has left."""
+
+    model: int
+    instance: str
+    batch: int
+    index: int
+
+
+class Answer(msgspec.Struct, array_like=True, tag="answer"):
+    """Answers a Call."""
+
+    call: int
+    value: Any
+    failure: Failure | None
+
+
+class Reply(msgspec.Struct, array_like=True, tag="reply"):
+    """Answers Complete, Load or Unload."""
+
+    reply: int
+    value: Any
+    failure: Failure | None
+
+
+class Log(msgspec.Struct, array_like=True, tag="log"):
+    """A line for the server's log."""
+
+    model: int
+    level: str
+    message: str
+    file: str
+    line: int
+
+
+class Call(msgspec.Struct, array_like=True, tag="call"):
+    """Model code asks the server for something."""
+
+    call: int
+    model: int
+    method: str
+    arguments: Any
+
+
+ToHost = Complete | Load | Unload | Cancel | Answer
+FromHost = Reply | Log | Call
+
+
+# ---- zygotes -------------------------------------------------------------------------------------------------
+
+
+class Start(msgspec.Struct, array_like=True, tag="start"):
+    """The first frame: which backend to import. `path` replaces sys.path where it is not None."""
+
+    backend: str
+    reference: str
+    path: list[str] | None
+
+
+class Fork(msgspec.Struct, array_like=True, tag="fork"):
+    """Wants a host; its control socket comes with the frame. `exclusive`: it will load one instance only."""
+
+    reply: int
+    name: str
+    exclusive: bool
+
+
+class Hello(msgspec.Struct, array_like=True, tag="hello"):
+    """What the server must know of the backend, whose class it cannot import; or why there is none."""
+
+    instances_as: str
+    takes_requests: bool
+    threads: int
+    failure: Failure | None
+
+
+class Forked(msgspec.Struct, array_like=True, tag="forked"):
+    """A host has begun; its pidfd comes with the frame."""
+
+    reply: int
+    pid: int
+    failure: Failure | None
+
+
+class Exited(msgspec.Struct, array_like=True, tag="exited"):
+    """A host has ended: `status` is the exit code, or the signal if `by_signal`."""
+
+    pid: int
+    status: int
+    by_signal: bool
+
+
+ToZygote = Start | Fork
+FromZygote = Hello | Forked | Exited

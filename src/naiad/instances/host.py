@@ -1,0 +1,279 @@
+"""A host: the process in which models run. Forked from a zygote; `main` is all it ever does.
+
+Threads: one listens to the control socket and lives as long as the process; its end-of-file is the end of the
+process. The main thread loads models. Each instance has a thread that waits on the instance's own socket, so that a
+batch changes hands nowhere; a host of a single instance runs it in the main thread, as model code may expect.
+"""
+
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from time import monotonic_ns
+from typing import Any
+
+import msgspec
+
+from naiad.backends.api import InstanceContext, ModelContext
+from naiad.errors import NaiadError, Unavailable
+from naiad.instances import arena
+from naiad.instances.channel import BlockingChannel
+from naiad.instances.execution import ArrayExecution, OneShot, RequestExecution, Signature, execution
+from naiad.instances.frames import (
+    Answer,
+    Call,
+    Cancel,
+    Complete,
+    Execute,
+    InstanceSpec,
+    Load,
+    Log,
+    Reply,
+    Results,
+    ToHost,
+    Unload,
+    VersionSpec,
+    failure,
+)
+
+_control_decoder: msgspec.msgpack.Decoder[ToHost] = msgspec.msgpack.Decoder(ToHost)
+_execute_decoder = msgspec.msgpack.Decoder(Execute)
+
+
+class SocketLink:
+    """An instance's socket and arenas, as the host sees them."""
+
+    def __init__(self, sock: socket.socket, input_fd: int, output_fd: int) -> None:
+        self.inputs = arena.map_shared(input_fd, os.fstat(input_fd).st_size)
+        self.outputs = arena.map_shared(output_fd, os.fstat(output_fd).st_size)
+        self._channel = BlockingChannel(sock, _execute_decoder)
+
+    def receive(self) -> tuple[Execute, memoryview] | None:
+        """The next batch and the memory of its inputs; None when the server has ended the instance."""
+        received = self._channel.receive()
+        if received is None:
+            return None
+        frame, fds = received
+        if not frame.one_shot:
+            return frame, self.inputs
+        try:
+            return frame, arena.map_shared(fds[0], frame.one_shot)
+        except NaiadError as error:
+            now = monotonic_ns()
+            self._channel.send(Results(frame.batch, None, None, failure(error), (now, now, now, now), 0))
+            return self.receive()
+        finally:
+            os.close(fds[0])
+
+    def send(self, results: Results, one_shot: OneShot | None) -> None:
+        try:
+            if one_shot is None or one_shot.fd is None:
+                self._channel.send(results)
+            else:
+                self._channel.send(results, (one_shot.fd,))
+        except OSError:
+            # The server has closed the instance; nobody waits for this any more.
+            pass
+        finally:
+            if one_shot is not None and one_shot.fd is not None:
+                os.close(one_shot.fd)
+
+    def one_shot(self, byte_size: int) -> OneShot:
+        fd = arena.create("naiad outputs", byte_size)
+        try:
+            return OneShot(arena.map_shared(fd, byte_size), fd)
+        except NaiadError:
+            os.close(fd)
+            raise
+
+    def close(self) -> None:
+        self._channel.close()
+
+
+class HostServices:
+    """`Services` of one model: by way of the control socket."""
+
+    def __init__(self, host: "Host", model: int) -> None:
+        self._host = host
+        self._model = model
+
+    def log(self, level: str, message: str, file: str, line: int) -> None:
+        self._host.send(Log(self._model, level, message, file, line))
+
+    def call(self, method: str, arguments: Any) -> Any:
+        return self._host.call(self._model, method, arguments)
+
+
+def model_context(spec: VersionSpec, config: dict[str, Any], services: Any) -> ModelContext:
+    """What a backend gets to see of a version."""
+    return ModelContext(
+        name=spec.name,
+        version=spec.version,
+        directory=Path(spec.directory),
+        version_directory=Path(spec.version_directory),
+        path=Path(spec.path),
+        config=config,
+        settings=spec.settings,
+        services=services,
+    )
+
+
+class Host:
+    """The models of this process."""
+
+    def __init__(self, control: socket.socket, backend: type[Any], exclusive: bool) -> None:
+        self._control = BlockingChannel(control, _control_decoder)
+        self._backend = backend
+        self._exclusive = exclusive
+        self._jobs: queue.SimpleQueue[tuple[ToHost, list[int]]] = queue.SimpleQueue()
+        self._executions: dict[tuple[int, str], ArrayExecution | RequestExecution] = {}
+        self._threads: dict[int, list[threading.Thread]] = {}
+        self._calls: dict[int, queue.SimpleQueue[Answer]] = {}
+        self._call_count = 0
+        self._call_lock = threading.Lock()
+
+    def send(self, frame: Reply | Log | Call) -> None:
+        self._control.send(frame)
+
+    def call(self, model: int, method: str, arguments: Any) -> Any:
+        """Asks the server and waits. Raises NaiadError; Unavailable if the server is gone."""
+        answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
+        with self._call_lock:
+            self._call_count += 1
+            number = self._call_count
+            self._calls[number] = answers
+        try:
+            self.send(Call(number, model, method, arguments))
+        except OSError as error:
+            raise Unavailable("the server has ended") from error
+        answer = answers.get()
+        if answer.failure is not None:
+            raise answer.failure.error()
+        return answer.value
+
+    def listen(self) -> None:
+        """The control thread."""
+        while (received := self._control.receive()) is not None:
+            frame, fds = received
+            if isinstance(frame, Answer):
+                if (answers := self._calls.pop(frame.call, None)) is not None:
+                    answers.put(frame)
+            elif isinstance(frame, Cancel):
+                if (target := self._executions.get((frame.model, frame.instance))) is not None:
+                    target.cancel(frame.batch, frame.index)
+            else:
+                self._jobs.put((frame, fds))
+        # Model code may hold any lock or thread: nothing but leaving at once is sure to end.
+        os._exit(0)
+
+    def run(self) -> None:
+        """The main thread."""
+        while True:
+            frame, fds = self._jobs.get()
+            if isinstance(frame, Complete):
+                self._complete(frame)
+            elif isinstance(frame, Load):
+                self._load(frame, fds)
+            elif isinstance(frame, Unload):
+                for thread in self._threads.pop(frame.model, []):
+                    thread.join()
+                self.send(Reply(frame.reply, None, None))
+
+    def _complete(self, frame: Complete) -> None:
+        try:
+            context = model_context(frame.spec, frame.config, HostServices(self, frame.model))
+            reply = Reply(frame.reply, self._backend.autocomplete(context), None)
+        except BaseException as error:
+            reply = Reply(frame.reply, None, failure(error))
+        self.send(reply)
+
+    def _load(self, frame: Load, fds: list[int]) -> None:
+        links = [SocketLink(socket.socket(fileno=fds[at]), fds[at + 1], fds[at + 2]) for at in range(0, len(fds), 3)]
+        for at in range(0, len(fds), 3):
+            os.close(fds[at + 1])
+            os.close(fds[at + 2])
+        context = model_context(frame.spec, frame.config, HostServices(self, frame.model))
+        threads = self._threads[frame.model] = []
+        problem: BaseException | None = None
+        for spec, link in zip(frame.instances, links, strict=True):
+            if problem is not None:
+                link.close()
+                continue
+            outcome: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+            if self._exclusive:
+
+                def loaded(error: BaseException | None) -> None:
+                    self.send(Reply(frame.reply, None, None if error is None else failure(error)))
+
+                self._serve(frame, context, spec, link, loaded)
+                return
+            thread = threading.Thread(
+                target=self._serve, args=(frame, context, spec, link, outcome.put), name=spec.name, daemon=True
+            )
+            thread.start()
+            threads.append(thread)
+            problem = outcome.get()
+        self.send(Reply(frame.reply, None, None if problem is None else failure(problem)))
+
+    def _serve(
+        self,
+        frame: Load,
+        context: ModelContext,
+        spec: InstanceSpec,
+        link: SocketLink,
+        loaded: Callable[[BaseException | None], None],
+    ) -> None:
+        """The life of an instance: construct, execute batch by batch, close."""
+        try:
+            instance = InstanceContext(spec.name, spec.kind, spec.device_id)  # type: ignore[arg-type]
+            signature = Signature(context.name, spec.name, context.config)
+            target = execution(self._backend(context, instance), signature, link, frame.batch_byte_limit)
+        except BaseException as error:
+            link.close()
+            loaded(error)
+            return
+        self._executions[frame.model, spec.name] = target
+        loaded(None)
+        try:
+            while (received := link.receive()) is not None:
+                target.execute(*received, monotonic_ns())
+                del received
+        finally:
+            del self._executions[frame.model, spec.name]
+            link.close()
+            try:
+                target.close()
+            except BaseException as error:
+                self.send(Log(frame.model, "ERROR", f"closing instance '{spec.name}' failed: {error}", __file__, 0))
+            sys.stdout.flush()
+
+
+def ignore_signals() -> None:
+    """Makes SIGINT and SIGTERM, which a terminal or a service manager sends to all processes, wait for the server:
+    it drains and then ends its hosts. Handlers, not SIG_IGN: programs that models start shall not inherit it."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _ignore)
+
+
+def _ignore(number: int, frame: object) -> None:
+    pass
+
+
+def _default_signals() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) is _ignore:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def main(control: socket.socket, backend: type[Any], exclusive: bool) -> None:
+    """Serves the control socket until it ends; does not return."""
+    os.register_at_fork(after_in_child=_default_signals)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    host = Host(control, backend, exclusive)
+    threading.Thread(target=host.listen, name="control", daemon=True).start()
+    host.run()

@@ -1,0 +1,274 @@
+"""All hosts of a server: which model versions share one, and how they are opened and closed.
+
+    async with Hosts(isolation="model", on_log=..., on_call=...) as hosts:
+        model = await hosts.open(ModelSpec(name="add_sub", version=1, backend="onnxruntime", ...))
+        completed = await model.complete(config)
+        instances = await model.load(config, [InstanceContext("add_sub_0_0", "KIND_CPU")])
+        ...
+        await model.close(timeout_s=30)
+
+Lives on the event loop.
+"""
+
+import asyncio
+import math
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, Self
+
+from naiad.backends.api import ConfigDict, InstanceContext
+from naiad.errors import InvalidArgument
+from naiad.instances.environment import BackendEnvironment
+from naiad.instances.frames import VersionSpec
+from naiad.instances.instance import Instance
+from naiad.instances.process import Host, Limits, OnCall, OnLog, ProcessInstance, Tenant
+from naiad.instances.restart import RestartPolicy
+from naiad.instances.thread import ThreadModel
+
+Isolation = Literal["model", "backend", "none"]
+
+#: Model parameters, in the `parameters` of config.pbtxt.
+HOST_PARAMETER = "NAIAD_HOST"
+TIMEOUT_PARAMETER = "NAIAD_EXECUTION_TIMEOUT_SECS"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """What is needed to open a model version.
+
+    `reference` is "module:Class", or the name of an entry point of the group `naiad.backends`; empty means
+    `backend`. `path` may not exist. `parameters` are those of the configuration, as strings.
+    """
+
+    name: str
+    version: int
+    backend: str
+    directory: Path
+    version_directory: Path
+    path: Path
+    settings: dict[str, str] = field(default_factory=dict)
+    parameters: dict[str, str] = field(default_factory=dict)
+    reference: str = ""
+    interpreter: str = sys.executable
+
+
+class HostedModel:
+    """A model version in its host or hosts."""
+
+    def __init__(self, spec: ModelSpec, pool: "Hosts", environment: BackendEnvironment, hello_as: str, takes: bool):
+        self.spec = spec
+        self.instances: list[Instance] = []
+        self._pool = pool
+        self._environment = environment
+        self._instances_as = hello_as
+        self._takes_requests = takes
+        self._timeout_s = pool.timeout_s(spec)
+        self._tenants: list[Tenant] = []
+        self._is_closed = False
+
+    def __repr__(self) -> str:
+        return f"<HostedModel {self.spec.name} {self.spec.version}: {self.state}>"
+
+    @property
+    def pids(self) -> list[int]:
+        """The process ids of its hosts that are alive."""
+        return [pid for tenant in self._tenants if (pid := tenant.host.pid) is not None]
+
+    @property
+    def restarts(self) -> int:
+        """How often its hosts have been started again."""
+        return sum(tenant.host.restarts for tenant in self._tenants)
+
+    @property
+    def state(self) -> str:
+        """Its hosts' states in words."""
+        return ", ".join(dict.fromkeys(tenant.host.state for tenant in self._tenants)) or "stopped"
+
+    async def complete(self, config: ConfigDict) -> ConfigDict | None:
+        """The configuration as the backend completes it, None to leave it. Raises the backend's error."""
+        tenant = self._tenant(0)
+        return await tenant.host.complete(tenant, config)
+
+    async def load(self, config: ConfigDict, instances: Sequence[InstanceContext]) -> list[Instance]:
+        """Loads all instances, ready to execute. Raises the first error; `close` is due in any case."""
+        decoupled = bool(config.get("model_transaction_policy", {}).get("decoupled", False))
+        processes = self._instances_as == "processes"
+        groups = [[instance] for instance in instances] if processes else [list(instances)]
+        loads = []
+        for number, group in enumerate(groups):
+            tenant = self._tenant(number)
+            tenant.config = config
+            tenant.decoupled = decoupled
+            tenant.instances = [ProcessInstance(tenant, context) for context in group]
+            self.instances += tenant.instances
+            loads.append(tenant)
+        # One after the other: what an instance downloads, compiles or caches is there for the next.
+        for tenant in loads:
+            await tenant.host.load(tenant)
+        return self.instances
+
+    async def close(self, timeout_s: float = 30.0) -> None:
+        """Unloads: waits up to `timeout_s` for requests inside, then they fail. Its memory is free afterwards."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._pool.forget(self)
+        tenants, self._tenants = self._tenants, []
+        if tenants:
+            await asyncio.gather(*(self._pool.leave(tenant, timeout_s) for tenant in tenants))
+
+    def tick(self, beat_s: float) -> None:
+        """One beat of the pool's timer: ends hosts whose batch takes too long."""
+        if not self._timeout_s:
+            return
+        limit = math.ceil(self._timeout_s / beat_s)
+        for tenant in self._tenants:
+            for instance in tenant.instances:
+                if instance.tick(limit):
+                    tenant.host.kill(
+                        f"was killed since an execution of instance '{instance.name}' took longer than "
+                        f"{self._timeout_s:g} s (model parameter {TIMEOUT_PARAMETER})"
+                    )
+
+    @property
+    def timeout_s(self) -> float:
+        return self._timeout_s
+
+    def _tenant(self, number: int) -> Tenant:
+        while len(self._tenants) <= number:
+            spec = self.spec
+            host = self._pool.host(spec, self._environment, self._instances_as == "processes", len(self._tenants))
+            version = VersionSpec(
+                spec.name,
+                spec.version,
+                str(spec.directory),
+                str(spec.version_directory),
+                str(spec.path),
+                dict(spec.settings),
+            )
+            self._tenants.append(Tenant(host, version, self._takes_requests, self._timeout_s))
+        return self._tenants[number]
+
+
+class Hosts:
+    """The pool. `on_log` gets lines of model code, `on_call` answers `Services.call`.
+
+    `execution_timeout_s` 0 is never. `beat_s` is how exactly executions are timed.
+    """
+
+    def __init__(
+        self,
+        *,
+        isolation: Isolation = "model",
+        on_log: OnLog,
+        on_call: OnCall,
+        execution_timeout_s: float = 600.0,
+        limits: Limits = Limits(),  # noqa: B008 - frozen
+        restart_policy: Callable[[float], RestartPolicy] = RestartPolicy,
+        beat_s: float = 1.0,
+    ) -> None:
+        self._isolation = isolation
+        self._on_log = on_log
+        self._on_call = on_call
+        self._execution_timeout_s = execution_timeout_s
+        self._limits = limits
+        self._restart_policy = restart_policy
+        self._beat_s = beat_s
+        self._environments: dict[tuple[str, str], BackendEnvironment] = {}
+        self._shared: dict[tuple[BackendEnvironment, str], Host] = {}
+        self._models: dict[HostedModel | ThreadModel, None] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def __aenter__(self) -> Self:
+        self._beat()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        await asyncio.gather(*(model.close(0.0) for model in list(self._models)))
+        await asyncio.gather(*(environment.close() for environment in self._environments.values()))
+        self._environments.clear()
+
+    async def open(self, spec: ModelSpec) -> "HostedModel | ThreadModel":
+        """Makes a version ready to be completed and loaded. Raises NaiadError: unknown backend, missing import."""
+        self.timeout_s(spec)
+        if self._isolation == "none":
+            local = ThreadModel(spec, self._limits, self._on_log, self._on_call, self.forget)
+            self._models[local] = None
+            return local
+        reference = spec.reference or spec.backend
+        key = (reference, spec.interpreter)
+        environment = self._environments.get(key)
+        if environment is None:
+            environment = self._environments[key] = BackendEnvironment(
+                spec.backend, reference, spec.interpreter, self._warn
+            )
+        hello = await environment.start()
+        model = HostedModel(spec, self, environment, hello.instances_as, hello.takes_requests)
+        self._models[model] = None
+        return model
+
+    # ---- for HostedModel --------------------------------------------------------------------------------
+
+    def timeout_s(self, spec: ModelSpec) -> float:
+        """The execution timeout of a model. Raises InvalidArgument."""
+        text = spec.parameters.get(TIMEOUT_PARAMETER)
+        if text is None:
+            return self._execution_timeout_s
+        try:
+            timeout_s = float(text)
+        except ValueError:
+            timeout_s = -1.0
+        if not 0 <= timeout_s < math.inf:
+            raise InvalidArgument(
+                f"model '{spec.name}': parameter {TIMEOUT_PARAMETER} is '{text}', expected seconds, 0 for no limit"
+            )
+        return timeout_s
+
+    def host(self, spec: ModelSpec, environment: BackendEnvironment, exclusive: bool, number: int) -> Host:
+        """The host for a model's instances: a shared one or one of its own. An exclusive one is never shared, since
+        a backend that wants a process per instance keeps things of the instance in globals."""
+        group = None
+        if not exclusive:
+            group = spec.parameters.get(HOST_PARAMETER)
+            if group is None and self._isolation == "backend":
+                group = environment.backend
+        if group is None:
+            return self._make_host(spec.name, environment, exclusive)
+        host = self._shared.get((environment, group))
+        if host is None or host.is_closing:
+            host = self._shared[environment, group] = self._make_host(group, environment, False)
+        return host
+
+    async def leave(self, tenant: Tenant, timeout_s: float) -> None:
+        host = tenant.host
+        await host.leave(tenant, timeout_s)
+        if host.is_closing:
+            for key, shared in list(self._shared.items()):
+                if shared is host:
+                    del self._shared[key]
+
+    def forget(self, model: "HostedModel | ThreadModel") -> None:
+        self._models.pop(model, None)
+
+    def _make_host(self, name: str, environment: BackendEnvironment, exclusive: bool) -> Host:
+        now = asyncio.get_running_loop().time()
+        return Host(name, environment, exclusive, self._limits, self._restart_policy(now), self._on_log, self._on_call)
+
+    def _warn(self, message: str) -> None:
+        self._on_log("", 0, "WARNING", message, __file__, 0)
+
+    def _beat(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(self._beat_s, self._beat)
+        for model in self._models:
+            model.tick(self._beat_s)
+
+
+__all__ = ["HostedModel", "Hosts", "Isolation", "Limits", "ModelSpec"]

@@ -1,0 +1,169 @@
+"""How a batch lies in an arena, and how batched outputs become those of single requests. Pure; in the server."""
+
+from collections.abc import Sequence
+
+from naiad.datatypes import BY_NUMBER, Buffer
+from naiad.errors import Internal
+from naiad.instances import arena
+from naiad.instances.frames import Details, Input, Output
+from naiad.messages import InferRequest, Tensor
+
+#: Columns up to this size are joined before they are written: one copy of all is faster than many small ones.
+_JOIN_LIMIT = 64 * 1024
+
+
+class Layout:
+    """The inputs of a batch and the buffers of each, one behind the other from its offset on."""
+
+    __slots__ = ("byte_size", "columns", "inputs")
+
+    def __init__(self, inputs: list[Input], columns: list[list[Buffer]], byte_size: int) -> None:
+        self.inputs = inputs
+        self.columns = columns
+        self.byte_size = byte_size
+
+    def write(self, view: memoryview) -> None:
+        for tensor, parts in zip(self.inputs, self.columns, strict=True):
+            at = tensor.offset
+            if len(parts) > 1 and tensor.byte_size <= _JOIN_LIMIT:
+                view[at : at + tensor.byte_size] = b"".join(parts)
+                continue
+            for part in parts:
+                end = at + len(part)
+                view[at:end] = part
+                at = end
+
+    def write_file(self, fd: int) -> None:
+        """Blocks as long as copying takes; for a thread where that is long."""
+        for tensor, parts in zip(self.inputs, self.columns, strict=True):
+            arena.write(fd, tensor.offset, parts)
+
+
+def lay_out(requests: Sequence[InferRequest]) -> Layout:
+    """Rows behind rows, input by input, each input aligned. Requests may name their inputs in any order."""
+    inputs: list[Input] = []
+    columns: list[list[Buffer]] = []
+    first = requests[0].inputs
+    at = 0
+    if len(requests) == 1:
+        for tensor in first:
+            size = len(tensor.data)
+            inputs.append(Input(tensor.name, tensor.datatype.number, tensor.shape, at, size, None, None))
+            columns.append([tensor.data])
+            at = (at + size + 63) & -64
+        return Layout(inputs, columns, at)
+    for tensors in _columns(requests):
+        tensor = next(t for t in tensors if t is not None)
+        rest = tensor.shape[1:]
+        parts = [t.data for t in tensors if t is not None]
+        size = sum(map(len, parts))
+        sizes: list[int] | None = None
+        shapes: list[tuple[int, ...] | None] | None = None
+        rows = 0
+        for t in tensors:
+            if t is None or t.shape[1:] != rest:
+                shapes = [None if t is None else t.shape for t in tensors]
+                sizes = [0 if t is None else len(t.data) for t in tensors]
+                break
+            rows += t.shape[0]
+        shape = (rows, *rest) if shapes is None else tensor.shape
+        inputs.append(Input(tensor.name, tensor.datatype.number, shape, at, size, sizes, shapes))
+        columns.append(parts)
+        at = (at + size + 63) & -64
+    return Layout(inputs, columns, at)
+
+
+def _columns(requests: Sequence[InferRequest]) -> list[list[Tensor | None]]:
+    """The tensors of each input, in the order of the requests, None where a request lacks it."""
+    first = requests[0].inputs
+    count = len(first)
+    if all(len(request.inputs) == count for request in requests):
+        columns: list[list[Tensor | None]] = []
+        for index, tensor in enumerate(first):
+            name = tensor.name
+            column: list[Tensor | None] = [request.inputs[index] for request in requests]
+            if any(t.name != name for t in column):  # type: ignore[union-attr]
+                break
+            columns.append(column)
+        else:
+            return columns
+    names = {tensor.name: None for request in requests for tensor in request.inputs}
+    by_name = [{tensor.name: tensor for tensor in request.inputs} for request in requests]
+    return [[tensors.get(name) for tensors in by_name] for name in names]
+
+
+def asked_outputs(requests: Sequence[InferRequest]) -> tuple[str, ...]:
+    """The names of all outputs anybody asked for; empty for all."""
+    if len(requests) == 1:
+        return requests[0].outputs
+    names: dict[str, None] = {}
+    for request in requests:
+        if not request.outputs:
+            return ()
+        names.update(dict.fromkeys(request.outputs))
+    return tuple(names)
+
+
+def details(requests: Sequence[InferRequest]) -> list[Details] | None:
+    """What the requests carry besides tensors; None where it is nothing."""
+    for r in requests:
+        if r.id or r.outputs or r.parameters or r.sequence is not None or r.priority or r.timeout_us:
+            return [_details(request) for request in requests]
+    return None
+
+
+def _details(request: InferRequest) -> Details:
+    sequence = request.sequence
+    if sequence is None:
+        return Details(request.id, request.outputs, request.parameters, 0, 0, request.priority, request.timeout_us)
+    return Details(
+        request.id,
+        request.outputs,
+        request.parameters,
+        sequence.correlation_id,
+        sequence.start | sequence.end << 1,
+        request.priority,
+        request.timeout_us,
+    )
+
+
+def tensor(output: Output, region: memoryview) -> Tensor:
+    """An output as it is. Raises Internal where it lies outside of its memory."""
+    return Tensor(output.name, BY_NUMBER[output.datatype], output.shape, _data(output, region))
+
+
+def _data(output: Output, region: memoryview) -> Buffer:
+    if output.data is not None:
+        return output.data
+    data = region[output.offset : output.offset + output.byte_size]
+    if len(data) != output.byte_size:
+        raise Internal(f"output '{output.name}' lies outside of the memory its host has sent")
+    return data
+
+
+def split(outputs: Sequence[Output], rows: Sequence[int], region: memoryview) -> list[tuple[Tensor, ...]]:
+    """Batched outputs as those of each request, by its rows; views of `region`."""
+    if len(rows) == 1:
+        return [tuple([tensor(output, region) for output in outputs])]
+    columns: list[list[Tensor]] = []
+    row_count = sum(rows)
+    for output in outputs:
+        datatype = BY_NUMBER[output.datatype]
+        name, rest = output.name, output.shape[1:]
+        data = memoryview(_data(output, region))
+        column: list[Tensor] = []
+        at = 0
+        if output.sizes is not None:
+            for count, size in zip(rows, output.sizes, strict=True):
+                column.append(Tensor(name, datatype, (count, *rest), data[at : at + size]))
+                at += size
+        else:
+            row_size = output.byte_size // row_count
+            for count in rows:
+                end = at + count * row_size
+                column.append(Tensor(name, datatype, (count, *rest), data[at:end]))
+                at = end
+        columns.append(column)
+    if not columns:
+        return [()] * len(rows)
+    return list(zip(*columns, strict=True))

@@ -1,0 +1,645 @@
+"""Instances that run in host processes: the server's side. Lives on the event loop.
+
+A `Host` is the place, a process comes and goes: when it dies, requests inside fail with the reason, and a new one
+is forked and loaded with the same models after the pauses of `RestartPolicy`.
+"""
+
+import asyncio
+import contextlib
+import os
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from naiad.backends.api import ConfigDict, InstanceContext
+from naiad.errors import Internal, NaiadError, ResourceExhausted, Unavailable
+from naiad.instances import arena, layout
+from naiad.instances.channel import LoopChannel
+from naiad.instances.delivery import Batches
+from naiad.instances.environment import BackendEnvironment, Child
+from naiad.instances.frames import (
+    Answer,
+    Call,
+    Cancel,
+    Complete,
+    Execute,
+    FromHost,
+    InstanceSpec,
+    Load,
+    Log,
+    Reply,
+    Results,
+    Unload,
+    VersionSpec,
+    failure,
+)
+from naiad.instances.instance import Execution
+from naiad.instances.restart import RestartPolicy
+
+_results_decoder = msgspec.msgpack.Decoder(Results)
+_control_decoder: msgspec.msgpack.Decoder[FromHost] = msgspec.msgpack.Decoder(FromHost)
+
+#: `on_log(model, version, level, message, file, line)`
+OnLog = Callable[[str, int, str, str, str, int], None]
+#: `await on_call(model, version, method, arguments)`
+OnCall = Callable[[str, int, str, Any], Awaitable[Any]]
+
+#: Inputs above this are copied into their memory file by a thread, since that takes milliseconds.
+_THREAD_COPY_BYTES = 8 * 1024 * 1024
+#: How long a host may take to end once its control socket has.
+_EXIT_GRACE_S = 2.0
+#: How long after the end of a socket its process may look alive.
+_DEAD_AFTER_S = 0.5
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """Sizes in bytes of what batches may take. Larger batches than an arena travel in memory files of their own."""
+
+    arena: int = 64 * 1024 * 1024
+    #: For backends that keep single requests: what lies in the arena is copied in the host, larger inputs are not.
+    request_arena: int = 1024 * 1024
+    #: The inputs, or the outputs, of one execution.
+    batch: int = 8 * 1024 * 1024 * 1024
+
+
+def _do_nothing() -> None:
+    pass
+
+
+class ProcessInstance:
+    """An `Instance` whose model is loaded in a host process."""
+
+    def __init__(self, tenant: "Tenant", context: InstanceContext) -> None:
+        self.name = context.name
+        self.on_change: Callable[[], None] = _do_nothing
+        self.failure: str | None = None
+        self.context = context
+        self._tenant = tenant
+        self._loop = asyncio.get_running_loop()
+        self._channel: LoopChannel[Results] | None = None
+        self._inputs: memoryview | None = None
+        self._outputs: memoryview | None = None
+        self._batches = Batches(tenant.spec.name, tenant.spec.version, tenant.decoupled)
+        self._ticks = 0
+        self._copying: set[asyncio.Task[None]] = set()
+        self._is_attached = False
+
+    def __repr__(self) -> str:
+        state = self.failure or ("busy" if self._batches else "idle" if self._is_attached else "down")
+        return f"<ProcessInstance {self.name}: {state}>"
+
+    @property
+    def is_available(self) -> bool:
+        return self._is_attached and not self._batches.executing
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether any request inside has no final answer."""
+        return bool(self._batches)
+
+    # ---- the life of the connection ---------------------------------------------------------------------
+
+    def connect(self) -> list[int]:
+        """Makes socket and arenas; the descriptors for the host, which the caller closes once they are sent."""
+        limits = self._tenant.host.limits
+        input_size = limits.request_arena if self._tenant.takes_requests else limits.arena
+        fds: list[int] = []
+        try:
+            input_fd = arena.create("naiad inputs", input_size)
+            fds.append(input_fd)
+            output_fd = arena.create("naiad outputs", limits.arena)
+            fds.append(output_fd)
+            self._inputs = arena.map_shared(input_fd, input_size)
+            self._outputs = arena.map_shared(output_fd, limits.arena)
+            mine, theirs = socket.socketpair()
+        except (OSError, NaiadError):
+            for fd in fds:
+                os.close(fd)
+            raise
+        self._channel = LoopChannel(self._loop, mine, _results_decoder, self._on_results, self._on_end)
+        return [theirs.detach(), *fds]
+
+    def attach(self) -> None:
+        """The host has loaded it: from now on it takes batches."""
+        self._is_attached = True
+        self.on_change()
+
+    def detach(self) -> None:
+        """Takes no batches any more; those inside go on."""
+        self._is_attached = False
+
+    def disconnect(self, error: NaiadError) -> None:
+        """Ends the connection; what is inside fails with `error`."""
+        self._is_attached = False
+        if self._channel is not None:
+            self._channel.drain()
+            self._channel.close()
+            self._channel = None
+        # Freed when the last view of a result goes.
+        self._inputs = self._outputs = None
+        self._batches.fail(error)
+        self._tenant.host.changed()
+
+    def give_up(self, reason: str) -> None:
+        self.failure = reason
+        self.on_change()
+
+    def tick(self, limit: int) -> bool:
+        """Called at every beat of the pool's timer: whether the batch inside has seen more than `limit` of them."""
+        if not self._batches.executing:
+            return False
+        self._ticks += 1
+        return self._ticks > limit
+
+    def _on_end(self, reason: str | None) -> None:
+        self._tenant.host.connection_lost(reason or f"closed the connection of instance '{self.name}'")
+
+    # ---- batches ----------------------------------------------------------------------------------------
+
+    def execute(self, batch: Execution) -> None:
+        assert self.is_available, "an instance executes one batch at a time"
+        number = self._batches.begin(batch)
+        self._ticks = 0
+        requests = batch.requests
+        laid_out = layout.lay_out(requests)
+        frame = Execute(
+            number,
+            laid_out.inputs,
+            list(batch.rows),
+            layout.asked_outputs(requests),
+            layout.details(requests) if self._tenant.takes_requests else None,
+            0,
+        )
+        inputs, channel = self._inputs, self._channel
+        assert inputs is not None and channel is not None
+        if laid_out.byte_size <= len(inputs):
+            laid_out.write(inputs)
+            channel.send(frame)
+        else:
+            self._execute_large(frame, laid_out)
+
+    def _execute_large(self, frame: Execute, laid_out: layout.Layout) -> None:
+        size = laid_out.byte_size
+        limit = self._tenant.host.limits.batch
+        largest = max(laid_out.inputs, key=lambda tensor: tensor.byte_size)
+        if size > limit:
+            self._refuse(
+                frame.batch,
+                ResourceExhausted(
+                    f"model '{self._tenant.spec.name}': the inputs of one execution take {size} bytes, of which "
+                    f"'{largest.name}' {largest.byte_size} bytes; the limit is {limit} bytes"
+                ),
+            )
+            return
+        try:
+            fd = arena.create("naiad inputs", size)
+        except NaiadError as error:
+            self._refuse(frame.batch, error)
+            return
+        frame.one_shot = size
+        if size <= _THREAD_COPY_BYTES:
+            self._send_large(frame, laid_out, fd)
+        else:
+            task = self._loop.create_task(self._copy_large(frame, laid_out, fd))
+            self._copying.add(task)
+            task.add_done_callback(self._copying.discard)
+
+    def _send_large(self, frame: Execute, laid_out: layout.Layout, fd: int) -> None:
+        try:
+            laid_out.write_file(fd)
+        except OSError as error:
+            self._refuse(frame.batch, ResourceExhausted(f"cannot store {frame.one_shot} bytes of inputs: {error}"))
+        else:
+            self._send_one_shot(frame, fd)
+        finally:
+            os.close(fd)
+
+    async def _copy_large(self, frame: Execute, laid_out: layout.Layout, fd: int) -> None:
+        try:
+            await asyncio.to_thread(laid_out.write_file, fd)
+        except OSError as error:
+            self._refuse(frame.batch, ResourceExhausted(f"cannot store {frame.one_shot} bytes of inputs: {error}"))
+        else:
+            self._send_one_shot(frame, fd)
+        finally:
+            os.close(fd)
+
+    def _send_one_shot(self, frame: Execute, fd: int) -> None:
+        # The host may have died, and the instance been connected to another one, while the inputs were copied.
+        if frame.batch in self._batches and self._channel is not None:
+            self._channel.send(frame, (fd,))
+
+    def _refuse(self, number: int, error: NaiadError) -> None:
+        """Answers a batch that cannot be handed over; not from within `execute`, whose caller may not expect it."""
+        self._loop.call_soon(self._refuse_now, number, error)
+
+    def _refuse_now(self, number: int, error: NaiadError) -> None:
+        if number in self._batches:
+            self._batches.refuse(number, error)
+            self._tenant.host.changed()
+            self.on_change()
+
+    def cancel(self, batch: Execution, index: int) -> None:
+        if (number := self._batches.number(batch)) is not None:
+            self._tenant.host.send(Cancel(self._tenant.number, self.name, number, index))
+
+    def _on_results(self, results: Results, fds: list[int]) -> None:
+        try:
+            self._deliver(results, fds)
+        except (NaiadError, ValueError, KeyError, IndexError, ZeroDivisionError, OSError) as error:
+            # Memory corrupted by native code shows like this. Nothing this host says can be trusted now.
+            self._tenant.host.kill(f"sent results that make no sense: {error}")
+
+    def _deliver(self, results: Results, fds: list[int]) -> None:
+        region = self._outputs
+        assert region is not None
+        if fds:
+            try:
+                region = arena.map_foreign(fds[0], results.one_shot)
+            finally:
+                for fd in fds:
+                    os.close(fd)
+        if self._batches.deliver(results, region):
+            self.on_change()
+        if not self._is_attached:
+            self._tenant.host.changed()
+
+
+class Tenant:
+    """A model version in a host: what to load there, and the instances."""
+
+    def __init__(self, host: "Host", spec: VersionSpec, takes_requests: bool, timeout_s: float) -> None:
+        self.host = host
+        self.spec = spec
+        self.takes_requests = takes_requests
+        self.timeout_s = timeout_s
+        self.decoupled = False
+        self.config: ConfigDict = {}
+        self.instances: list[ProcessInstance] = []
+        self.is_loaded = False
+        self.number = host.enter(self)
+
+    @property
+    def label(self) -> str:
+        return f"model '{self.spec.name}' version {self.spec.version}"
+
+
+class Host:
+    """A host, whichever process it is at the moment, and its tenants."""
+
+    def __init__(
+        self,
+        name: str,
+        environment: BackendEnvironment,
+        exclusive: bool,
+        limits: Limits,
+        policy: RestartPolicy,
+        on_log: OnLog,
+        on_call: OnCall,
+    ) -> None:
+        self.name = name
+        self.limits = limits
+        self.environment = environment
+        self.restarts = 0
+        self.state = "stopped"
+        self.tenants: dict[int, Tenant] = {}
+        self._exclusive = exclusive
+        self._policy = policy
+        self._on_log = on_log
+        self._on_call = on_call
+        self._loop = asyncio.get_running_loop()
+        self._child: Child | None = None
+        self._control: LoopChannel[FromHost] | None = None
+        self._starting: asyncio.Task[None] | None = None
+        self._restarting: asyncio.Task[None] | None = None
+        self._calls: set[asyncio.Task[None]] = set()
+        self._replies: dict[int, asyncio.Future[Any]] = {}
+        self._reply_count = 0
+        self._tenant_count = 0
+        self._kill_reason: str | None = None
+        #: The pause that the last death during a restart asks for.
+        self._next_pause_s: float | None = None
+        self.is_closing = False
+        self._changed: asyncio.Event = asyncio.Event()
+
+    def __repr__(self) -> str:
+        return f"<Host {self.name}: {self.state}, pid {self.pid}>"
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._child is None else self._child.pid
+
+    def enter(self, tenant: Tenant) -> int:
+        self._tenant_count += 1
+        self.tenants[self._tenant_count] = tenant
+        return self._tenant_count
+
+    def changed(self) -> None:
+        """Something that `close` may wait for."""
+        self._changed.set()
+
+    # ---- the process ------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Sees to it that there is a process. Raises NaiadError."""
+        if self._child is None:
+            if self._starting is None:
+                self._starting = self._loop.create_task(self._start())
+            try:
+                await asyncio.shield(self._starting)
+            finally:
+                if self._starting is not None and self._starting.done():
+                    self._starting = None
+
+    async def _start(self) -> None:
+        self.state = "starting"
+        try:
+            child = await self.environment.fork(self.name, self._exclusive)
+        except NaiadError:
+            self.state = "stopped"
+            raise
+        self._child = child
+        self._kill_reason = None
+        child.on_end = self._on_child_end
+        self._control = LoopChannel(self._loop, child.control, _control_decoder, self._on_message, self._on_control_end)
+        self.state = "running"
+
+    def kill(self, reason: str) -> None:
+        """Ends the process by force; `reason` continues the sentence "its host process ..."."""
+        if self._child is not None and self._kill_reason is None:
+            self._kill_reason = reason
+            self._child.kill()
+
+    def connection_lost(self, reason: str) -> None:
+        """A socket has ended. Usually the process has too, which its pidfd is about to say, with the true reason. If
+        not (model code can close a descriptor that is not its own), it cannot be reached any more and must go."""
+        child = self._child
+        if child is not None and not self.is_closing:
+            self._loop.call_later(_DEAD_AFTER_S, self._kill_unreachable, child, reason)
+
+    def _kill_unreachable(self, child: Child, reason: str) -> None:
+        if self._child is child:
+            self.kill(reason)
+
+    def _on_control_end(self, reason: str | None) -> None:
+        self.connection_lost(reason or "closed its control connection")
+
+    def _on_child_end(self, how: str) -> None:
+        how = self._kill_reason or how
+        self._child = None
+        if self._control is not None:
+            self._control.drain()
+            self._control.close()
+            self._control = None
+        lost = Unavailable(f"host process '{self.name}' {how}")
+        replies, self._replies = self._replies, {}
+        for reply in replies.values():
+            if not reply.done():
+                reply.set_exception(lost)
+        pause_s = None
+        future = ""
+        loaded = [tenant for tenant in self.tenants.values() if tenant.is_loaded]
+        if loaded and not self.is_closing:
+            pause_s = self._policy.failed(self._loop.time())
+            future = "; it is being restarted"
+            if pause_s is None:
+                future = "; it is not restarted, since it has failed too often in a row"
+        self.state = "stopped" if self.is_closing else f"{how}{future}"
+        for tenant in loaded:
+            self._log(tenant, "ERROR", f"{tenant.label}: host process '{self.name}' {how}{future}")
+            for instance in tenant.instances:
+                instance.disconnect(
+                    Internal(
+                        f"Failed to process the request(s) for model instance '{instance.name}', message: "
+                        f"its host process {how}{future}"
+                    )
+                )
+        if pause_s is not None:
+            # A restart that is under way has seen its Load fail and goes on by itself.
+            if self._restarting is None:
+                self._restarting = self._loop.create_task(self._restart(pause_s))
+            else:
+                self._next_pause_s = pause_s
+        elif loaded and not self.is_closing:
+            self._give_up(loaded, f"host process '{self.name}' {how}{future}")
+        self.changed()
+
+    def _give_up(self, tenants: Sequence[Tenant], reason: str) -> None:
+        for tenant in tenants:
+            tenant.is_loaded = False
+            for instance in tenant.instances:
+                instance.give_up(reason)
+
+    async def _restart(self, pause_s: float | None) -> None:
+        try:
+            while pause_s is not None:
+                await asyncio.sleep(pause_s)
+                self._next_pause_s = None
+                tenants = [tenant for tenant in self.tenants.values() if tenant.is_loaded]
+                if not tenants:
+                    return
+                problem = await self._restart_once(tenants)
+                if problem is None:
+                    return
+                if self._child is not None:
+                    # No tenant could be loaded: begin again with a fresh process.
+                    self._next_pause_s = None
+                    child = self._child
+                    self.kill(f"could not load its models again: {problem}")
+                    await child.wait()
+                    pause_s = self._next_pause_s
+                elif self._next_pause_s is not None:
+                    pause_s = self._next_pause_s
+                elif any(tenant.is_loaded for tenant in tenants):
+                    # It could not even be forked.
+                    pause_s = self._policy.failed(self._loop.time())
+                    if pause_s is None:
+                        self._give_up(tenants, f"host process '{self.name}' cannot be started: {problem}")
+                else:
+                    return
+        finally:
+            self._restarting = None
+
+    async def _restart_once(self, tenants: Sequence[Tenant]) -> NaiadError | None:
+        """One try; why it failed for all tenants."""
+        try:
+            await self.start()
+        except NaiadError as error:
+            return error
+        self.restarts += 1
+        problems: list[tuple[Tenant, NaiadError]] = []
+        for tenant in tenants:
+            if tenant.is_loaded:
+                try:
+                    await self._load(tenant)
+                except NaiadError as error:
+                    if self._child is None:
+                        return error
+                    problems.append((tenant, error))
+        if problems and len(problems) == len(tenants):
+            return problems[0][1]
+        for tenant, error in problems:
+            self._give_up([tenant], f"{tenant.label} cannot be loaded again: {error.message}")
+        self._policy.started(self._loop.time())
+        for tenant in tenants:
+            self._log(tenant, "INFO", f"{tenant.label}: host process '{self.name}' is running again, pid {self.pid}")
+        return None
+
+    # ---- tenants ----------------------------------------------------------------------------------------
+
+    async def complete(self, tenant: Tenant, config: ConfigDict) -> ConfigDict | None:
+        """What the backend's `autocomplete` says. Raises its error."""
+        await self.start()
+        value = await self._ask(Complete(0, tenant.number, tenant.spec, config))
+        if value is not None and not isinstance(value, dict):
+            raise Internal(f"{tenant.label}: the backend completed the configuration to a {type(value).__name__}")
+        return value
+
+    async def load(self, tenant: Tenant) -> None:
+        """Loads the tenant's instances. Raises NaiadError; then the tenant is not loaded."""
+        await self.start()
+        await self._load(tenant)
+        tenant.is_loaded = True
+        self._policy.started(self._loop.time())
+
+    async def _load(self, tenant: Tenant) -> None:
+        instances = tenant.instances
+        fds: list[int] = []
+        try:
+            for instance in instances:
+                fds += instance.connect()
+            frame = Load(
+                0,
+                tenant.number,
+                tenant.spec,
+                tenant.config,
+                [InstanceSpec(i.name, i.context.kind, i.context.device_id) for i in instances],
+                self.limits.batch,
+            )
+            reply = self._ask(frame, fds)
+        except BaseException:
+            for instance in instances:
+                instance.disconnect(Internal("loading failed"))
+            raise
+        finally:
+            for fd in fds:
+                os.close(fd)
+        try:
+            await reply
+        except BaseException as error:
+            for instance in instances:
+                instance.disconnect(Internal(f"loading failed: {error}"))
+            raise
+        for instance in instances:
+            instance.attach()
+
+    async def leave(self, tenant: Tenant, timeout_s: float) -> None:
+        """Closes the tenant's instances and, if it is the last one, the process. Requests inside get `timeout_s`."""
+        deadline = self._loop.time() + timeout_s
+        tenant.is_loaded = False
+        last = len(self.tenants) == 1 and tenant.number in self.tenants
+        if last:
+            self.is_closing = True
+            if self._restarting is not None:
+                self._restarting.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await self._restarting
+        for instance in tenant.instances:
+            instance.detach()
+        while any(instance.is_busy for instance in tenant.instances) and self._loop.time() < deadline:
+            self._changed.clear()
+            try:
+                async with asyncio.timeout_at(deadline):
+                    await self._changed.wait()
+            except TimeoutError:
+                break
+        stuck = any(instance.is_busy for instance in tenant.instances)
+        for instance in tenant.instances:
+            instance.disconnect(
+                Unavailable(f"{tenant.label} was unloaded while instance '{instance.name}' executed this request")
+            )
+        if self._child is not None and not stuck:
+            try:
+                async with asyncio.timeout(max(_EXIT_GRACE_S, deadline - self._loop.time())):
+                    await self._ask(Unload(0, tenant.number))
+            except (NaiadError, TimeoutError):
+                stuck = True
+        self.tenants.pop(tenant.number, None)
+        if last:
+            await self._end(kill=stuck)
+
+    async def _end(self, kill: bool) -> None:
+        self.is_closing = True
+        child = self._child
+        if child is not None:
+            if kill:
+                child.kill()
+            if self._control is not None:
+                self._control.close()
+            try:
+                async with asyncio.timeout(_EXIT_GRACE_S):
+                    await child.wait()
+            except TimeoutError:
+                child.kill()
+                await child.wait()
+        for task in list(self._calls):
+            task.cancel()
+        self.state = "stopped"
+
+    # ---- the control socket -----------------------------------------------------------------------------
+
+    def send(self, frame: Cancel | Answer) -> None:
+        if self._control is not None:
+            self._control.send(frame)
+
+    def _ask(self, frame: Complete | Load | Unload, fds: Sequence[int] = ()) -> "asyncio.Future[Any]":
+        if self._control is None:
+            raise Unavailable(f"host process '{self.name}' {self.state}")
+        self._reply_count += 1
+        frame.reply = self._reply_count
+        reply: asyncio.Future[Any] = self._loop.create_future()
+        self._replies[frame.reply] = reply
+        self._control.send(frame, fds)
+        return reply
+
+    def _on_message(self, message: FromHost, fds: list[int]) -> None:
+        for fd in fds:
+            os.close(fd)
+        if isinstance(message, Reply):
+            reply = self._replies.pop(message.reply, None)
+            if reply is None or reply.done():
+                return
+            if message.failure is None:
+                reply.set_result(message.value)
+            else:
+                reply.set_exception(message.failure.error())
+            return
+        tenant = self.tenants.get(message.model)
+        if isinstance(message, Log):
+            if tenant is not None:
+                spec = tenant.spec
+                self._on_log(spec.name, spec.version, message.level, message.message, message.file, message.line)
+            return
+        task = self._loop.create_task(self._answer(message, tenant))
+        self._calls.add(task)
+        task.add_done_callback(self._calls.discard)
+
+    async def _answer(self, call: Call, tenant: Tenant | None) -> None:
+        control = self._control
+        try:
+            if tenant is None:
+                raise Unavailable("the model has been unloaded")
+            value = await self._on_call(tenant.spec.name, tenant.spec.version, call.method, call.arguments)
+            answer = Answer(call.call, value, None)
+        except Exception as error:
+            answer = Answer(call.call, None, failure(error))
+        if control is not None:
+            try:
+                control.send(answer)
+            except TypeError as error:
+                control.send(Answer(call.call, None, failure(Internal(f"'{call.method}': {error}"))))
+
+    def _log(self, tenant: Tenant, level: str, message: str) -> None:
+        self._on_log(tenant.spec.name, tenant.spec.version, level, message, __file__, 0)

@@ -1,0 +1,276 @@
+"""Models in threads of the server process (`--isolation=none`): for debugging, and for the smallest latency.
+
+The same execution code as in a host; batches go to the instance's thread through a queue, and results come back
+through `loop.call_soon_threadsafe`. A crash of the model is a crash of the server, and frameworks are imported here.
+"""
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from time import monotonic_ns
+from typing import TYPE_CHECKING, Any
+
+from naiad.backends.api import ConfigDict, InstanceContext, ModelContext, RequestBackend
+from naiad.errors import Internal, NaiadError, ResourceExhausted, Unavailable
+from naiad.instances import arena, layout
+from naiad.instances.delivery import Batches
+from naiad.instances.execution import ArrayExecution, OneShot, RequestExecution, Signature, execution
+from naiad.instances.frames import Execute, Results, VersionSpec, failure
+from naiad.instances.host import model_context
+from naiad.instances.instance import Execution, Instance
+from naiad.instances.process import Limits, OnCall, OnLog
+from naiad.instances.references import load_backend
+
+if TYPE_CHECKING:
+    from naiad.instances.hosts import ModelSpec
+
+
+def _do_nothing() -> None:
+    pass
+
+
+class _ThreadLink:
+    """Results from an instance's thread to the loop."""
+
+    def __init__(self, instance: "ThreadInstance", loop: asyncio.AbstractEventLoop, arena_size: int) -> None:
+        self.outputs = arena.private(arena_size)
+        self._instance = instance
+        self._loop = loop
+
+    def send(self, results: Results, one_shot: OneShot | None) -> None:
+        region = self.outputs if one_shot is None else one_shot.view
+        try:
+            self._loop.call_soon_threadsafe(self._instance.on_results, results, region)
+        except RuntimeError:
+            pass  # the loop has been closed: nobody waits for this any more
+
+    def one_shot(self, byte_size: int) -> OneShot:
+        return OneShot(arena.private(byte_size), None)
+
+
+class ThreadInstance:
+    """An `Instance` whose model is loaded in this process."""
+
+    def __init__(self, context: InstanceContext, model: "ThreadModel", decoupled: bool) -> None:
+        self.name = context.name
+        self.on_change: Callable[[], None] = _do_nothing
+        self.failure: str | None = None
+        self.idle = asyncio.Event()
+        self.idle.set()
+        self._context = context
+        self._model = model
+        self._loop = asyncio.get_running_loop()
+        self._limits = model.limits
+        self._batches = Batches(model.spec.name, model.spec.version, decoupled)
+        self._queue: queue.SimpleQueue[tuple[Execute, memoryview] | None] = queue.SimpleQueue()
+        self._execution: ArrayExecution | RequestExecution | None = None
+        self._inputs = arena.private(self._limits.arena)
+        self._thread: threading.Thread | None = None
+        self._is_attached = False
+
+    @property
+    def is_available(self) -> bool:
+        return self._is_attached and not self._batches.executing
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether any request inside has no final answer."""
+        return bool(self._batches)
+
+    async def load(self, backend: type[Any], context: ModelContext, signature: Signature) -> None:
+        """Starts the thread and constructs the backend in it. Raises what the constructor raises."""
+        loaded: asyncio.Future[None] = self._loop.create_future()
+        link = _ThreadLink(self, self._loop, self._limits.arena)
+        self._thread = threading.Thread(
+            target=self._serve, args=(backend, context, signature, link, loaded), name=self.name, daemon=True
+        )
+        self._thread.start()
+        await loaded
+        self._is_attached = True
+        self.on_change()
+
+    def _serve(
+        self,
+        backend: type[Any],
+        context: ModelContext,
+        signature: Signature,
+        link: _ThreadLink,
+        loaded: "asyncio.Future[None]",
+    ) -> None:
+        """The thread."""
+        tell = self._loop.call_soon_threadsafe
+        try:
+            self._execution = target = execution(backend(context, self._context), signature, link, self._limits.batch)
+        except BaseException as error:
+            tell(loaded.set_exception, failure(error).error())
+            return
+        tell(loaded.set_result, None)
+        try:
+            while (received := self._queue.get()) is not None:
+                target.execute(*received, monotonic_ns())
+                del received
+        finally:
+            try:
+                target.close()
+            except BaseException as error:
+                context.services.log("ERROR", f"closing instance '{self.name}' failed: {error}", __file__, 0)
+
+    def execute(self, batch: Execution) -> None:
+        assert self.is_available, "an instance executes one batch at a time"
+        number = self._batches.begin(batch)
+        self.idle.clear()
+        requests = batch.requests
+        laid_out = layout.lay_out(requests)
+        details = layout.details(requests)
+        frame = Execute(number, laid_out.inputs, list(batch.rows), layout.asked_outputs(requests), details, 0)
+        size = laid_out.byte_size
+        data = self._inputs
+        # Model code may keep the inputs of a decoupled request; only memory that is its own stays as it is.
+        if size > len(data) or (self._model.takes_requests and size > self._limits.request_arena):
+            try:
+                if size > self._limits.batch:
+                    raise ResourceExhausted(
+                        f"model '{self._model.spec.name}': the inputs of one execution take {size} bytes; "
+                        f"the limit is {self._limits.batch} bytes"
+                    )
+                data = arena.private(size)
+            except NaiadError as error:
+                self._loop.call_soon(self._refuse, number, error)
+                return
+            frame.one_shot = size
+        laid_out.write(data)
+        self._queue.put((frame, data))
+
+    def _refuse(self, number: int, error: NaiadError) -> None:
+        self._batches.refuse(number, error)
+        self._changed()
+
+    def cancel(self, batch: Execution, index: int) -> None:
+        number = self._batches.number(batch)
+        if number is not None and self._execution is not None:
+            self._execution.cancel(number, index)
+
+    def on_results(self, results: Results, region: memoryview) -> None:
+        """On the loop, from the instance's thread."""
+        self._batches.deliver(results, region)
+        self._changed()
+
+    def _changed(self) -> None:
+        if not self._batches:
+            self.idle.set()
+        self.on_change()
+
+    async def close(self, timeout_s: float) -> None:
+        """Waits for requests inside, then they fail. A thread that hangs is left behind."""
+        self._is_attached = False
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self.idle.wait()
+        except TimeoutError:
+            self._batches.fail(
+                Unavailable(
+                    f"model '{self._model.spec.name}' was unloaded while instance '{self.name}' executed this request"
+                )
+            )
+        self._queue.put(None)
+        if self._thread is not None and self.idle.is_set():
+            await asyncio.to_thread(self._thread.join, 5.0)
+
+
+class _ThreadServices:
+    """`Services` without a way between."""
+
+    def __init__(self, spec: "ModelSpec", on_log: OnLog, on_call: OnCall, loop: asyncio.AbstractEventLoop) -> None:
+        self._spec = spec
+        self._on_log = on_log
+        self._on_call = on_call
+        self._loop = loop
+
+    def log(self, level: str, message: str, file: str, line: int) -> None:
+        self._loop.call_soon_threadsafe(self._on_log, self._spec.name, self._spec.version, level, message, file, line)
+
+    def call(self, method: str, arguments: Any) -> Any:
+        async def ask() -> Any:
+            return await self._on_call(self._spec.name, self._spec.version, method, arguments)
+
+        return asyncio.run_coroutine_threadsafe(ask(), self._loop).result()
+
+
+class ThreadModel:
+    """A model version in this process; the face of `HostedModel`."""
+
+    pids: Sequence[int] = ()
+    restarts = 0
+
+    def __init__(
+        self,
+        spec: "ModelSpec",
+        limits: Limits,
+        on_log: OnLog,
+        on_call: OnCall,
+        forget: Callable[["ThreadModel"], None],
+    ) -> None:
+        self.spec = spec
+        self.limits = limits
+        self.takes_requests = False
+        self.instances: list[Instance] = []
+        self.state = "stopped"
+        self._threads: list[ThreadInstance] = []
+        self._forget = forget
+        self._services = _ThreadServices(spec, on_log, on_call, asyncio.get_running_loop())
+        self._is_closed = False
+
+    async def complete(self, config: ConfigDict) -> ConfigDict | None:
+        """The configuration as the backend completes it, None to leave it. Raises the backend's error."""
+        backend = await self._backend()
+        try:
+            completed: ConfigDict | None = await asyncio.to_thread(backend.autocomplete, self._context(config))
+        except Exception as error:
+            raise failure(error).error() from error
+        return completed
+
+    async def load(self, config: ConfigDict, instances: Sequence[InstanceContext]) -> list[Instance]:
+        """Loads all instances, ready to execute. Raises the first error; `close` is due in any case."""
+        backend = await self._backend()
+        self.takes_requests = issubclass(backend, RequestBackend)
+        context = self._context(config)
+        for instance_context in instances:
+            signature = Signature(self.spec.name, instance_context.name, config)
+            instance = ThreadInstance(instance_context, self, signature.decoupled)
+            self._threads.append(instance)
+            self.instances.append(instance)
+            await instance.load(backend, context, signature)
+        self.state = "running"
+        return self.instances
+
+    async def close(self, timeout_s: float = 30.0) -> None:
+        """Unloads: waits up to `timeout_s` for requests inside, then they fail."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._forget(self)
+            self.state = "stopped"
+            await asyncio.gather(*(instance.close(timeout_s) for instance in self._threads))
+
+    def tick(self, beat_s: float) -> None:
+        """A thread cannot be killed: executions are not timed here."""
+
+    async def _backend(self) -> type[Any]:
+        try:
+            return await asyncio.to_thread(load_backend, self.spec.backend, self.spec.reference or self.spec.backend)
+        except NaiadError:
+            raise
+        except BaseException as error:
+            raise Internal(str(error)) from error
+
+    def _context(self, config: ConfigDict) -> ModelContext:
+        spec = self.spec
+        version = VersionSpec(
+            spec.name,
+            spec.version,
+            str(spec.directory),
+            str(spec.version_directory),
+            str(spec.path),
+            dict(spec.settings),
+        )
+        return model_context(version, config, self._services)

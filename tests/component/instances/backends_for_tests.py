@@ -1,0 +1,146 @@
+"""Backends that behave well and badly, named by "backends_for_tests:Class". Imported by zygotes, not by tests."""
+
+import os
+import signal
+import threading
+import time
+
+import numpy as np
+
+from naiad.backends.api import ArrayBackend, BackendResponse, RequestBackend
+from naiad.errors import InvalidArgument
+
+
+class Identity(ArrayBackend):
+    """OUTPUT<n> is INPUT<n>, doing first what the parameter `then` says."""
+
+    def __init__(self, model, instance):
+        self.model = model
+        self.instance = instance
+        if "fail" in model.parameters:
+            raise RuntimeError(model.parameters["fail"])
+        marker = model.parameters.get("crash_on_load_if")
+        if marker and os.path.exists(marker):
+            os._exit(9)
+
+    @classmethod
+    def autocomplete(cls, model):
+        if "complete_fails" in model.parameters:
+            raise InvalidArgument(model.parameters["complete_fails"])
+        return {**model.config, "max_batch_size": 4}
+
+    def run(self, inputs, outputs):
+        return {name.replace("INPUT", "OUTPUT"): array for name, array in inputs.items()}
+
+
+class Misbehaving(Identity):
+    """What it does is the first element of the first input, a string."""
+
+    def run(self, inputs, outputs):
+        command = np.ravel(inputs["INPUT0"])[0].decode()
+        what, _, argument = command.partition(" ")
+        result = np.array([[command.encode()]], dtype=object)
+        if what == "exit":
+            os._exit(int(argument))
+        elif what == "kill":
+            os.kill(os.getpid(), int(argument))
+        elif what == "hang":
+            threading.Event().wait()
+        elif what == "raise":
+            raise ValueError(argument)
+        elif what == "refuse":
+            raise InvalidArgument(argument)
+        elif what == "leave":
+            raise SystemExit(argument)
+        elif what == "nothing":
+            return {}
+        elif what == "none":
+            return None
+        elif what == "list":
+            return {"OUTPUT0": [b"x"]}
+        elif what == "dtype":
+            return {"OUTPUT0": np.zeros((1, 1), np.float32)}
+        elif what == "rank":
+            return {"OUTPUT0": np.zeros((1,), object)}
+        elif what == "rows":
+            return {"OUTPUT0": np.array([[b"1"], [b"2"]], object)}
+        elif what == "extra":
+            return {"OUTPUT0": result, "OTHER": result}
+        elif what == "big":
+            result = np.array([[b"x" * int(argument)]], dtype=object)
+        elif what == "close_fds":
+            os.closerange(3, 64)
+        elif what == "who":
+            result = np.array([[f"{os.getpid()} {threading.current_thread() is threading.main_thread()}".encode()]], object)
+        elif what == "fork":
+            if os.fork() == 0:
+                # Holds all sockets of the host for longer than the host lives.
+                signal.signal(signal.SIGALRM, signal.SIG_DFL)
+                signal.alarm(20)
+                while True:
+                    time.sleep(60)
+            os._exit(5)
+        elif what == "allocate":
+            import resource
+
+            resource.setrlimit(resource.RLIMIT_AS, (2**30, 2**30))
+            np.zeros(2**33, np.uint8)
+        elif what == "environment":
+            result = np.array([[os.environ.get(argument, "unset").encode()]], object)
+        return {"OUTPUT0": result}
+
+
+class Processes(Misbehaving):
+    instances_as = "processes"
+
+
+class Echo(RequestBackend):
+    """Answers each request with its inputs, and says in parameters what it has seen."""
+
+    def __init__(self, model, instance):
+        self.model = model
+
+    def execute(self, requests):
+        for request in requests:
+            outputs = {name.replace("INPUT", "OUTPUT"): array for name, array in request.inputs.items()}
+            seen = {
+                "id": request.id,
+                "outputs": ",".join(request.outputs),
+                "correlation_id": request.correlation_id,
+                "flags": request.flags,
+                "priority": request.priority,
+                "timeout_us": request.timeout_us,
+                **request.parameters,
+            }
+            if "refuse" in request.parameters:
+                request.send(InvalidArgument("refused"), True)
+            elif "forget" not in request.parameters:
+                request.send(BackendResponse(outputs, seen), True)
+
+
+class Counting(RequestBackend):
+    """Decoupled: as many responses as INPUT0 says, from a thread, after `execute` has returned."""
+
+    def __init__(self, model, instance):
+        pass
+
+    def execute(self, requests):
+        for request in requests:
+            threading.Thread(target=self._answer, args=(request,), daemon=True).start()
+
+    def _answer(self, request):
+        count = int(np.ravel(request.inputs["INPUT0"])[0])
+        size = int(np.ravel(request.inputs["INPUT0"])[1])
+        if count < 0:
+            while not request.is_cancelled():
+                time.sleep(0.001)
+            request.send(None, True)
+            return
+        for number in range(count):
+            request.send(BackendResponse({"OUTPUT0": np.full((1, size), number, np.int32)}), False)
+        request.send(None, True)
+
+
+class MissingModule(Identity):
+    modules = ("surely_not_installed",)
+    extra = "sure"
