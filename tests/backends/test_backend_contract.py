@@ -197,8 +197,8 @@ def test_numbers_without_dimensions(maker: Maker, tmp_path: Path) -> None:
 
 
 @every_backend
-def test_dims_and_reshape(maker: Maker, tmp_path: Path) -> None:
-    """`reshape` is what the framework sees; requests and answers have the shape of `dims`."""
+def test_reshape_is_what_the_model_sees(maker: Maker, tmp_path: Path) -> None:
+    """The server turns `dims` into `reshape` and back; configurations are checked against the latter."""
     shapes = {"dims": [-1, 6], "reshape": {"shape": [2, -1, 3]}}
     config = configuration(
         maker,
@@ -207,7 +207,7 @@ def test_dims_and_reshape(maker: Maker, tmp_path: Path) -> None:
         max_batch_size=8,
     )
     made = model(maker, tmp_path / "m", lambda path: maker.identity(path, DataType.FP32, (2, -1, 3)), config)
-    array = np.arange(36, dtype=np.float32).reshape(2, 3, 6)
+    array = np.arange(36, dtype=np.float32).reshape(2, 2, 3, 3)
     with Loaded(made) as loaded:
         result = loaded.run({maker.inputs[0]: array}, maker.outputs[:1])[maker.outputs[0]]
     np.testing.assert_array_equal(result, array)

@@ -6,7 +6,8 @@ arrays. `RequestBackend` is for those that must see single requests or answer th
 nothing of queues, protocols or other versions. Its exceptions become errors of the model, with their text; a
 `NaiadError` keeps its kind.
 
-Arrays: numpy, C order, batch dimension first where `max_batch_size` > 0. BYTES tensors are object arrays of
+Arrays: numpy, C order, batch dimension first where `max_batch_size` > 0, then the configured `reshape`, else the
+`dims`. A number without dimensions is configured, and travels, as [1]. BYTES tensors are object arrays of
 `bytes`, BF16 arrays have `ml_dtypes.bfloat16`. Inputs are valid until `run` returns and may be written to.
 """
 

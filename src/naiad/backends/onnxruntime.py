@@ -7,7 +7,6 @@ arrays that come out. Its Python interface knows text only as str, so BYTES must
 
 import ctypes
 import functools
-import operator
 import os
 import re
 import sys
@@ -20,7 +19,7 @@ import ml_dtypes
 import numpy as np
 
 from naiad.backends.api import Array, ArrayBackend, ConfigDict, InstanceContext, ModelContext
-from naiad.backends.arrays import framework_dims, from_text, input_reshape, output_reshape, to_text
+from naiad.backends.arrays import framework_dims, from_text, to_text
 from naiad.backends.cores import cores_per_instance
 from naiad.datatypes import DataType
 from naiad.errors import Internal, InvalidArgument, NaiadError, Unavailable, Unsupported
@@ -162,9 +161,8 @@ class OnnxRuntimeBackend(ArrayBackend):
         _check_inputs(model, inputs, optional)
         _check_outputs(model, outputs)
 
-        batching = int(model.config.get("max_batch_size", 0)) > 0
-        self._input_conversions = _input_conversions(model.config, inputs | optional, batching)
-        self._output_conversions = _output_conversions(model.config, outputs, batching)
+        self._input_conversions = _input_conversions(inputs | optional)
+        self._output_conversions = _output_conversions(model.config, outputs)
         # numpy has no bfloat16, so ONNX Runtime hands such tensors out as its own values only; and it takes
         # text as arrays only. What needs both at once cannot be asked from Python.
         self._values_out = any(info.datatype is DataType.BF16 for info in outputs.values())
@@ -555,14 +553,8 @@ def _controls(sequence: Mapping[str, Any]) -> list[tuple[str, str]]:
 # --- conversions --------------------------------------------------------------------------------------------------
 
 
-def _input_conversions(
-    config: ConfigDict, infos: Mapping[str, _TensorInfo], batching: bool
-) -> list[tuple[str, Conversion]]:
+def _input_conversions(infos: Mapping[str, _TensorInfo]) -> list[tuple[str, Conversion]]:
     conversions: list[tuple[str, Conversion]] = []
-    for tensor in config.get("input", ()):
-        reshape = input_reshape(tensor, batching)
-        if reshape is not None and infos[tensor["name"]].shape:
-            conversions.append((tensor["name"], reshape))
     for name, info in infos.items():
         if not info.shape:
             conversions.append((name, _to_scalar))
@@ -573,26 +565,23 @@ def _input_conversions(
     return conversions
 
 
-def _output_conversions(
-    config: ConfigDict, infos: Mapping[str, _TensorInfo], batching: bool
-) -> list[tuple[str, Conversion]]:
-    conversions: list[tuple[str, Conversion]] = [
-        (name, from_text) for name, info in infos.items() if info.datatype is DataType.BYTES
+def _output_conversions(config: ConfigDict, infos: Mapping[str, _TensorInfo]) -> list[tuple[str, Conversion]]:
+    texts = [(name, from_text) for name, info in infos.items() if info.datatype is DataType.BYTES]
+    scalars = [
+        (tensor["name"], functools.partial(_from_scalar, dims=framework_dims(tensor)))
+        for tensor in config.get("output", ())
+        if not infos[tensor["name"]].shape
     ]
-    for tensor in config.get("output", ()):
-        name = tensor["name"]
-        reshape = output_reshape(tensor, batching)
-        if not infos[name].shape:
-            dims = tuple(int(dim) for dim in tensor["dims"])
-            conversions.append((name, operator.methodcaller("reshape", dims)))
-        elif reshape is not None:
-            conversions.append((name, reshape))
-    return conversions
+    return [*texts, *scalars]
 
 
 def _to_scalar(array: Array) -> Array:
     # Not when the rank is merely undeclared, which looks the same: such an input may hold any number of elements.
     return array.reshape(()) if array.size == 1 else array
+
+
+def _from_scalar(array: Array, dims: tuple[int, ...]) -> Array:
+    return array.reshape(dims) if array.ndim == 0 else array
 
 
 def _bfloat16_value(array: Array) -> Any:

@@ -1,0 +1,75 @@
+"""How many cores a host believes it has."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from naiad.backends import cores
+
+
+@pytest.fixture
+def four_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3})
+
+
+def write(root: Path, **files: str) -> None:
+    for name, text in files.items():
+        file = root / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+
+
+@pytest.mark.usefixtures("four_cpus")
+class TestAvailableCores:
+    def test_the_affinity_counts(self, tmp_path: Path) -> None:
+        assert cores.available_cores(tmp_path) == 4
+
+    def test_hyper_threads_of_a_core_count_once(self, tmp_path: Path) -> None:
+        for cpu in range(4):
+            pair = "0,2" if cpu % 2 == 0 else "1,3"
+            write(tmp_path, **{f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list": pair})
+        assert cores.available_cores(tmp_path) == 2
+
+    @pytest.mark.parametrize(
+        ("limit", "expected"),
+        [("max 100000", 4), ("200000 100000", 2), ("150000 100000", 2), ("20000 100000", 1), ("nonsense", 4)],
+    )
+    def test_the_quota_of_a_container(self, limit: str, expected: int, tmp_path: Path) -> None:
+        write(tmp_path, **{"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": limit})
+        assert cores.available_cores(tmp_path) == expected
+
+    def test_the_smallest_quota_above_the_process_counts(self, tmp_path: Path) -> None:
+        write(
+            tmp_path,
+            **{
+                "proc/self/cgroup": "0::/system/naiad\n",
+                "sys/fs/cgroup/system/cpu.max": "100000 100000",
+                "sys/fs/cgroup/system/naiad/cpu.max": "300000 100000",
+            },
+        )
+        assert cores.available_cores(tmp_path) == 1
+
+    @pytest.mark.parametrize(("quota", "expected"), [("-1", 4), ("300000", 3)])
+    def test_the_quota_of_cgroup_version_1(self, quota: str, expected: int, tmp_path: Path) -> None:
+        write(
+            tmp_path,
+            **{"sys/fs/cgroup/cpu/cpu.cfs_quota_us": quota, "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000"},
+        )
+        assert cores.available_cores(tmp_path) == expected
+
+
+@pytest.mark.parametrize(
+    ("groups", "expected"),
+    [
+        ([], 8),
+        ([{"count": 1, "kind": "KIND_CPU"}], 8),
+        ([{"count": 2, "kind": "KIND_CPU"}], 4),
+        ([{"count": 2, "kind": "KIND_CPU"}, {"count": 1, "kind": "KIND_CPU"}], 2),
+        ([{"count": 2, "kind": "KIND_CPU"}, {"count": 4, "kind": "KIND_GPU"}], 4),
+        ([{"count": 20, "kind": "KIND_CPU"}], 1),
+    ],
+)
+def test_instances_share_the_cores(groups: list[object], expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cores, "available_cores", lambda: 8)
+    assert cores.cores_per_instance({"instance_group": groups}) == expected
