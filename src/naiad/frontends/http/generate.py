@@ -27,7 +27,7 @@ class _Responses:
         self.texts: deque[bytes] = deque()
         self.backlog = 0
         self.count = 0
-        #: HTTP status: the first response decides it.
+        #: HTTP status: the first response decides it. Triton calls every kind of error a bad request here.
         self.status = 200
         self.final = False
 
@@ -48,7 +48,7 @@ class _Responses:
                 raise result
         except NaiadError as error:
             text = error_document(error.message)
-            status = status_of(error)
+            status = 400
         if self.count == 0:
             self.status = status
         self.texts.append(text)

@@ -22,7 +22,7 @@ _NO_LOGGING = {"incremental": True, "handlers": {}, "loggers": {}}
 
 
 class _Server(Server):
-    def __init__(self, bound: socket.socket, application: Application) -> None:
+    def __init__(self, descriptor: int, application: Application) -> None:
         super().__init__(
             application,
             interface=Interfaces.RSGI,
@@ -33,12 +33,12 @@ class _Server(Server):
             log_enabled=False,
             log_dictconfig=_NO_LOGGING,
         )
-        self._bound = bound
+        self._descriptor = descriptor
 
     def _init_shared_socket(self) -> None:
         # Granian would bind with SO_REUSEPORT, which hides that the port is taken.
         self._ssp: Any = None
-        self._shd: Any = SocketHolder(self._bound.fileno(), False, _BACKLOG)  # type: ignore[call-arg]
+        self._shd: Any = SocketHolder(self._descriptor, False, _BACKLOG)  # type: ignore[call-arg]
 
 
 class Listener:
@@ -64,15 +64,15 @@ class Listener:
         self._port = port
         self._reuse_port = reuse_port
         self.grace_s = grace_s
-        self._socket: socket.socket | None = None
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
         self.bound_port = 0
 
     async def __aenter__(self) -> Self:
-        self._socket = self._bind()
-        self.bound_port = self._socket.getsockname()[1]
-        self._server = _Server(self._socket, self._application)
+        bound = self._bind()
+        self.bound_port = bound.getsockname()[1]
+        # Granian closes the descriptor when it ends.
+        self._server = _Server(bound.detach(), self._application)
         self._serving = asyncio.create_task(self._server.serve())
         # One turn of the loop starts the workers; the socket has been listening before.
         await asyncio.sleep(0)
@@ -81,13 +81,11 @@ class Listener:
     async def __aexit__(self, *exc_info: object) -> None:
         assert self._server is not None
         assert self._serving is not None
-        assert self._socket is not None
         self._server.stop()  # type: ignore[no-untyped-call]
         try:
             await asyncio.wait_for(asyncio.shield(self._serving), self.grace_s)
         except TimeoutError:
             self._serving.cancel()
-        self._socket.close()
 
     def _bind(self) -> socket.socket:
         try:

@@ -15,7 +15,12 @@ class MetricsFrontend:
     """Serves the text that `render` returns under /metrics; other paths are empty. `port` 0 is any."""
 
     def __init__(
-        self, render: Callable[[], Awaitable[bytes]], address: str = "0.0.0.0", port: int = 8002, *, reuse_port: bool = False
+        self,
+        render: Callable[[], Awaitable[bytes]],
+        address: str = "0.0.0.0",
+        port: int = 8002,
+        *,
+        reuse_port: bool = False,
     ) -> None:
         self._render = render
         self._listener = Listener(self._answer, "metrics service", address, port, reuse_port=reuse_port, grace_s=1.0)
