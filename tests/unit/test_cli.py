@@ -1,0 +1,166 @@
+import dataclasses
+import subprocess
+import sys
+import types
+
+import click
+import pytest
+from click.testing import CliRunner
+
+import naiad
+from naiad import cli
+from naiad.cli import init, serve
+from naiad.errors import InvalidArgument
+from naiad.options import OPTIONS, ServerOptions
+
+
+@pytest.fixture
+def served(monkeypatch):
+    """What `naiad.server.serve` was called with; it answers 0."""
+    calls: list[ServerOptions] = []
+    module = types.ModuleType("naiad.server")
+    module.serve = lambda options: calls.append(options) or 0
+    monkeypatch.setitem(sys.modules, "naiad.server", module)
+    return calls
+
+
+def run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(list(arguments))
+    return caught.value.code
+
+
+@pytest.mark.parametrize("form", [["serve"], []])
+def test_a_command_line_of_tritons_server_works_with_and_without_serve(served, form):
+    code = run(
+        *form,
+        "--model-repository=/a",
+        "--model-store",
+        "/b",
+        "--http-port",
+        "1",
+        "--http-port=2",
+        "--strict-readiness=OFF",
+    )
+    assert code == 0
+    assert served == [ServerOptions(model_repository=("/a", "/b"), http_port=2, strict_readiness=False)]
+
+
+def test_a_switch_takes_no_value(served):
+    assert run("--disable-auto-complete-config", "--model-repository=/a") == 0
+    assert not served[0].auto_complete_config
+    assert run("--model-repository=/a", "--disable-auto-complete-config=true") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--no-such-flag"], "unrecognized option '--no-such-flag'"),
+        (["serve", "--htp-port=1"], "Did you mean"),
+        (["--model-repository=/a", "--host-policy=a"], "'--host-policy' of Triton's server is not supported"),
+        (["--model-repository=/a", "stray"], "stray"),
+        (["--model-repository"], "requires an argument"),
+        (["--model-control-mode=sometimes"], "invalid argument for --model-control-mode"),
+        (["--allow-http", "--model-repository"], "invalid value for bool option: --model-repository"),
+        (["--http-port=8001"], "--model-repository must be specified"),
+    ],
+)
+def test_a_wrong_command_line_says_why_on_stderr_and_exits_with_1(served, capsys, arguments, message):
+    assert run(*arguments) == 1
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert printed.out == ""
+    assert served == []
+
+
+def test_an_option_that_is_off_is_neither_shown_nor_accepted(served, capsys, monkeypatch):
+    assert run("--model-repository=/a", "--id=x") == 0
+    monkeypatch.setitem(OPTIONS, "id", dataclasses.replace(OPTIONS["id"], available=False))
+    assert run("--model-repository=/a", "--id=x") == 1
+    assert "option '--id' is not supported by this server" in capsys.readouterr().err
+    run("--model-repository=/a", "--help")
+    assert "--id " not in capsys.readouterr().err
+
+
+def test_help_shows_every_option_under_its_heading(capsys):
+    assert run("serve", "--help") == 0
+    printed = capsys.readouterr().out
+    for option in OPTIONS.values():
+        if option.available:
+            assert option.flag in printed
+            assert f"{option.group}:" in printed
+
+
+def test_help_exits_with_1_where_triton_does(capsys):
+    assert run("--model-repository=/a", "--help") == 1
+    assert "--model-repository" in capsys.readouterr().err
+    assert run("--help") == 0
+
+
+def test_version(capsys):
+    assert run("--version") == 0
+    assert capsys.readouterr().out == f"naiad {naiad.__version__}\n"
+
+
+def test_an_error_of_the_start_is_shown_and_exits_with_1(monkeypatch, capsys):
+    def fail(options):
+        raise InvalidArgument("no such place")
+
+    module = types.ModuleType("naiad.server")
+    module.serve = fail
+    monkeypatch.setitem(sys.modules, "naiad.server", module)
+    assert run("--model-repository=/a") == 1
+    assert capsys.readouterr().err == "error: creating server: no such place\n"
+
+
+def test_parse_arguments_for_other_commands():
+    assert serve.parse_arguments(["--model-repository=/a"]) == ServerOptions(model_repository=("/a",))
+    with pytest.raises(click.ClickException):
+        serve.parse_arguments(["--nonsense"])
+
+
+def test_help_imports_nothing_heavy():
+    heavy = ("numpy", "rich", "orjson", "uvloop", "google.protobuf", "naiad.server", "naiad.options")
+    program = (
+        "import sys; from naiad import cli\n"
+        "try: cli.main(['--help'])\n"
+        "except SystemExit: pass\n"
+        f"sys.exit(str([m for m in {heavy!r} if m in sys.modules] or ''))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.stderr.strip() == ""
+
+
+def test_init_writes_a_python_model(tmp_path):
+    result = CliRunner().invoke(init.command, [str(tmp_path / "models" / "mine"), "--backend=python"])
+    assert result.exit_code == 0, result.output
+    assert f"--model-repository={tmp_path / 'models'}" in result.output
+    config = (tmp_path / "models/mine/config.pbtxt").read_text()
+    assert 'name: "mine"' in config
+    compile((tmp_path / "models/mine/1/model.py").read_text(), "model.py", "exec")
+
+
+@pytest.mark.parametrize(("backend", "file"), [("onnxruntime", "model.onnx"), ("pytorch", "model.pt")])
+def test_init_says_where_the_file_of_a_model_goes(tmp_path, backend, file):
+    result = CliRunner().invoke(init.command, [str(tmp_path / "mine"), f"--backend={backend}"])
+    assert f"now put the model at {tmp_path / 'mine' / '1' / file}" in result.output
+    assert f'backend: "{backend}"' in (tmp_path / "mine/config.pbtxt").read_text()
+
+
+def test_init_overwrites_nothing(tmp_path):
+    result = CliRunner().invoke(init.command, [str(tmp_path), "--backend=python"])
+    assert result.exit_code == 1
+    assert "exists already" in result.output
+
+
+@pytest.mark.parametrize("arguments", [[], ["--example", "--backend=python"]])
+def test_init_wants_one_of_its_options(tmp_path, arguments):
+    result = CliRunner().invoke(init.command, [str(tmp_path / "x"), *arguments])
+    assert result.exit_code == 2
+    assert not (tmp_path / "x").exists()
+
+
+def test_init_writes_the_example(tmp_path):
+    result = CliRunner().invoke(init.command, [str(tmp_path / "models"), "--example"])
+    assert result.exit_code == 0, result.output
+    assert list((tmp_path / "models").rglob("config.pbtxt"))
