@@ -107,10 +107,12 @@ class _Gpus:
             return None
         try:
             gpus = cls(nvml)
-        except nvml.NVMLError:
-            nvml.nvmlShutdown()
-            return None
-        return gpus if gpus._devices else None
+            if gpus._devices:
+                return gpus
+        except nvml.NVMLError:  # a GPU that does not answer: no metrics of any rather than wrong ones
+            pass
+        nvml.nvmlShutdown()
+        return None
 
     def close(self) -> None:
         self._nvml.nvmlShutdown()

@@ -1,0 +1,237 @@
+import io
+import json
+import logging
+import re
+
+import pytest
+
+from naiad.errors import Internal, InvalidArgument, NaiadError, Unavailable, Unsupported
+from naiad.messages import IndexEntry
+from naiad.telemetry.log import SETTINGS, Log, bridge, prefix
+from naiad.telemetry.tables import plain_table, row, show_models
+
+DEFAULT = re.compile(r"^([IWE])\d{4} \d\d:\d\d:\d\d\.\d{6} \d+ ([\w.]+):(\d+)\] (.*)$")
+WHOLE = {
+    "log_file": "",
+    "log_info": True,
+    "log_warning": True,
+    "log_error": True,
+    "log_verbose_level": 0,
+    "log_format": "default",
+}
+
+
+def test_prefixes():
+    moment = 1_795_238_705_934_966_123  # 2026-11-21 05:25:05.934966 UTC
+    assert prefix("I", moment, 6330, "server.py", 241, "default") == "I1121 05:25:05.934966 6330 server.py:241"
+    assert prefix("E", moment, 7, "a.py", 1, "ISO8601") == "2026-11-21T05:25:05Z E 7 a.py:1"
+
+
+def test_each_level_has_its_sink_and_says_where_it_was_called(capsys):
+    log = Log()
+    log.info("one")
+    log.warning("two")
+    log.error("three")
+    printed = capsys.readouterr()
+    (info,) = map(DEFAULT.match, printed.out.splitlines())
+    warning, error = map(DEFAULT.match, printed.err.splitlines())
+    assert (info[1], info[2], info[4]) == ("I", "test_log.py", '"one"')
+    assert (warning[1], warning[4]) == ("W", '"two"')
+    assert (error[1], error[4]) == ("E", '"three"')
+    assert int(error[3]) == int(warning[3]) + 1
+
+
+@pytest.mark.parametrize(
+    ("message", "line"),
+    [('a "b"\nc\\', r'"a \"b\"\nc\\"'), ("\x1b[31m", r'"\u001b[31m"'), ("grün", '"grün"')],
+)
+def test_messages_are_escaped_so_that_they_stay_on_their_line(capsys, message, line):
+    Log().info(message)
+    assert capsys.readouterr().out.endswith(f"] {line}\n")
+
+
+def test_escaping_can_be_turned_off(capsys, monkeypatch):
+    monkeypatch.setenv("TRITON_SERVER_ESCAPE_LOG_MESSAGES", "0")
+    log = Log()
+    log.configure()
+    log.info('a "b"\nc')
+    assert capsys.readouterr().out.endswith('] a "b"\nc\n')
+    monkeypatch.setenv("TRITON_SERVER_ESCAPE_LOG_MESSAGES", "1")
+    log.configure()
+    log.info("a\nb")
+    assert capsys.readouterr().out.endswith('] "a\\nb"\n')
+
+
+def test_levels_can_be_off(capsys):
+    log = Log()
+    log.configure(info=False, warning=False, error=False)
+    log.info("x")
+    log.warning("x")
+    log.error("x")
+    log.table("x")
+    for level in ("INFO", "WARNING", "ERROR", "VERBOSE"):
+        log.write(level, "x", "a.py", 1)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_verbose_lines_need_their_level(capsys):
+    log = Log()
+    log.verbose("never")
+    log.configure(verbose=1)
+    log.verbose("one")
+    log.verbose("two", level=2)
+    log.write("VERBOSE", "three", "/dir/model.py", 7)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("] ")[1] for line in lines] == ['"one"', '"three"']
+    assert "model.py:7" in lines[1]
+    assert "/dir" not in lines[1]
+
+
+def test_a_file_takes_the_place_of_both_sinks(tmp_path, capsys):
+    path = tmp_path / "log"
+    path.write_text("before\n")
+    log = Log()
+    log.configure(file=str(path), format="ISO8601")
+    log.info("one")
+    log.error("two")
+    assert log.get()["log_file"] == str(path)
+    log.close()
+    before, one, two = path.read_text().splitlines()
+    assert before == "before"
+    assert re.match(r'^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ I \d+ test_log.py:\d+\] "one"$', one)
+    assert '] "two"' in two
+    assert capsys.readouterr() == ("", "")
+    log.info("three")
+    assert "three" in capsys.readouterr().out
+
+
+def test_a_file_that_cannot_be_opened_is_named(tmp_path):
+    with pytest.raises(InvalidArgument, match="Failed to open log file"):
+        Log().configure(file=str(tmp_path / "missing" / "log"))
+
+
+def test_a_broken_sink_does_not_stop_the_server(monkeypatch):
+    closed = io.StringIO()
+    closed.close()
+    monkeypatch.setattr("sys.stdout", closed)
+    Log().info("x")
+
+
+def test_settings_in_tritons_order():
+    assert Log().get() == WHOLE
+    assert list(Log().get("model")) == list(WHOLE) == list(SETTINGS)
+
+
+@pytest.mark.parametrize(
+    ("values", "changed"),
+    [
+        ({}, {}),
+        ({"log_info": False}, {"log_info": False}),
+        ({"log_verbose_level": 1}, {"log_verbose_level": 1}),
+        ({"log_format": "ISO8601"}, {"log_format": "ISO8601"}),
+        ({"log_info": None, "log_file": None}, {}),
+        ({"log_colour": True}, {}),
+        ({"log_warning": False, "log_error": False}, {"log_warning": False, "log_error": False}),
+    ],
+)
+def test_updates(values, changed):
+    log = Log()
+    assert log.update(None, values) == {**WHOLE, **changed}
+    assert log.get() == {**WHOLE, **changed}
+
+
+@pytest.mark.parametrize(
+    ("values", "kind", "message"),
+    [
+        ({"log_file": "x"}, Unsupported, "log file location can not be updated through network protocol"),
+        ({"log_info": "no"}, Internal, "attempt to access JSON non-boolean as boolean"),
+        ({"log_info": 1}, Internal, "attempt to access JSON non-boolean as boolean"),
+        ({"log_verbose_level": "1"}, Internal, "attempt to access JSON non-unsigned-integer as unsigned-integer"),
+        ({"log_verbose_level": -1}, Internal, "attempt to access JSON non-unsigned-integer as unsigned-integer"),
+        ({"log_verbose_level": 2**32}, Internal, "attempt to access JSON non-unsigned-integer as unsigned-integer"),
+        ({"log_verbose_level": True}, Internal, "attempt to access JSON non-unsigned-integer as unsigned-integer"),
+        ({"log_format": 1}, Internal, "attempt to access JSON non-string as string"),
+        ({"log_format": "fancy"}, Unavailable, "invalid argument for --log_format, got: fancy"),
+    ],
+)
+def test_wrong_updates_change_nothing(values, kind, message):
+    log = Log()
+    with pytest.raises(NaiadError) as caught:
+        log.update(None, {"log_warning": False, **values})
+    assert (type(caught.value), caught.value.message) == (kind, message)
+    assert log.get() == WHOLE
+
+
+@pytest.fixture
+def logger():
+    logger = logging.Logger("library")  # not one of the process
+    yield logger
+    logger.handlers.clear()
+
+
+def test_libraries_log_here_too(logger, capsys):
+    log = Log()
+    bridge(log, logger)
+    bridge(log, logger)
+    logger.info("told %s", "nobody")
+    log.configure(verbose=1)
+    logger.info("told %s", "somebody")
+    logger.warning("beware")
+    try:
+        raise RuntimeError("why")
+    except RuntimeError:
+        logger.exception("failed")
+    printed = capsys.readouterr()
+    assert printed.out.count("\n") == 1
+    assert '] "told somebody"' in printed.out
+    warning, error = map(DEFAULT.match, printed.err.splitlines())
+    assert warning[4] == '"beware"'
+    assert warning[2] == "test_log.py"
+    assert json.loads(error[4]).startswith("failed\nTraceback")
+    assert json.loads(error[4]).endswith("RuntimeError: why")
+
+
+ENTRIES = [
+    IndexEntry("fine", "1", "READY"),
+    IndexEntry("broken", "2", "UNAVAILABLE", "Internal: no\nAt: line 3\n"),
+    IndexEntry("idle"),
+]
+
+
+def test_the_table_of_models_goes_to_the_log(capsys):
+    show_models(Log(), ENTRIES)
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert head.endswith("] ")
+    assert lines == [
+        "+--------+---------+---------------------------+",
+        "| Model  | Version | Status                    |",
+        "+--------+---------+---------------------------+",
+        "| fine   | 1       | READY                     |",
+        "| broken | 2       | UNAVAILABLE: Internal: no |",
+        "|        |         | At: line 3                |",
+        "| idle   | -       | NOT LOADED                |",
+        "+--------+---------+---------------------------+",
+    ]
+
+
+def test_the_table_of_models_on_a_terminal(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stdout", terminal)
+    monkeypatch.setenv("COLUMNS", "120")
+    show_models(Log(), ENTRIES)
+    text = terminal.getvalue()
+    assert "UNAVAILABLE: Internal: no" in text
+    assert "idle" in text
+    assert "] " not in text
+
+
+def test_no_models_make_an_empty_table():
+    assert plain_table(("A", "B"), []) == "+---+---+\n| A | B |\n+---+---+"
+
+
+def test_rows():
+    assert row(IndexEntry("m", "1", "LOADING")) == ("m", "1", "LOADING")
