@@ -1,0 +1,377 @@
+"""Shared-memory regions: what may be registered, what may be read and written, who may, and for how long."""
+
+import ctypes
+import gc
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from naiad.errors import (
+    AlreadyExists,
+    Internal,
+    InvalidArgument,
+    NaiadError,
+    NotFound,
+    ResourceExhausted,
+    Unsupported,
+)
+from naiad.protocol import regions as regions_module
+from naiad.protocol.regions import CudaRuntime, Regions, is_local_peer
+
+INVALID = "failed to register shared memory region 'r': invalid args"
+UNMAPPABLE = "failed to register shared memory region 'r': unable to process address spaceInvalid argument"
+NO_CUDA = "failed to register shared memory region: invalid args"
+
+
+@pytest.fixture
+def shm(tmp_path: Path) -> Path:
+    (tmp_path / "small").write_bytes(bytes(range(64)))
+    (tmp_path / "pages").write_bytes(bytes(4096) + bytes(range(64)) + bytes(4032))
+    (tmp_path / "link").symlink_to(tmp_path / "small")
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    return tmp_path
+
+
+@pytest.fixture
+def regions(shm: Path) -> Regions:
+    return Regions(directory=str(shm))
+
+
+def test_a_region_is_registered_shown_and_forgotten(regions: Regions) -> None:
+    regions.register_system("r", "/small", 0, 64)
+    assert regions.status_system() == [("r", "/small", 0, 64)] == regions.status_system("r")
+    regions.unregister_system("r")
+    assert regions.status_system() == []
+    regions.register_system("r", "small", 0, 64)  # as shm_open, without the slash too
+
+
+def test_regions_are_listed_by_name(regions: Regions) -> None:
+    for name in ("b", "c", "a"):
+        regions.register_system(name, "/small", 0, 8)
+    assert [name for name, *_ in regions.status_system()] == ["a", "b", "c"]
+    regions.unregister_system("")
+    assert len(regions) == 0
+
+
+@pytest.mark.parametrize(
+    ("key", "offset", "byte_size", "error", "text"),
+    [
+        ("/absent", 0, 64, Internal, "Unable to open shared memory region: '/absent'"),
+        ("/../small", 0, 64, Internal, "Unable to open shared memory region: '/../small'"),
+        ("/folder/x", 0, 64, Internal, "Unable to open shared memory region: '/folder/x'"),
+        ("/folder", 0, 64, Internal, "Unable to open shared memory region: '/folder'"),
+        ("/link", 0, 64, Internal, "Unable to open shared memory region: '/link'"),
+        ("/pipe", 0, 64, Internal, "Unable to open shared memory region: '/pipe'"),
+        ("/..", 0, 64, Internal, "Unable to open shared memory region: '/..'"),
+        ("/", 0, 64, Internal, "Unable to open shared memory region: '/'"),
+        ("/a\0b", 0, 64, Internal, "Unable to open shared memory region: '/a\0b'"),
+        ("/\ud800", 0, 64, Internal, "Unable to open shared memory region: '/\ud800'"),
+        ("/small", 0, 65, InvalidArgument, INVALID),
+        ("/small", 1, 64, InvalidArgument, INVALID),
+        ("/small", -4096, 64, InvalidArgument, INVALID),
+        ("/small", 0, 2**63, InvalidArgument, INVALID),
+        ("/small", 0, -1, InvalidArgument, INVALID),
+        ("/small", 0, 0, InvalidArgument, UNMAPPABLE),
+        ("/pages", 64, 64, InvalidArgument, UNMAPPABLE),
+        (
+            "/triton_python_backend_shm_region_1",
+            0,
+            64,
+            InvalidArgument,
+            "cannot register shared memory region 'r' with key '/triton_python_backend_shm_region_1' as the key "
+            "contains the reserved prefix 'triton_python_backend_shm_region_'",
+        ),
+    ],
+)
+def test_what_cannot_be_registered(
+    regions: Regions, key: str, offset: int, byte_size: int, error: type[NaiadError], text: str
+) -> None:
+    with pytest.raises(error) as caught:
+        regions.register_system("r", key, offset, byte_size)
+    assert (type(caught.value), caught.value.message) == (error, text)
+    assert regions.status_system() == []
+
+
+def test_a_name_is_taken_once_and_is_not_empty(regions: Regions) -> None:
+    regions.register_system("r", "/small", 0, 64)
+    with pytest.raises(AlreadyExists, match=r"^shared memory region 'r' already in manager$"):
+        regions.register_system("r", "/pages", 0, 64)
+    with pytest.raises(InvalidArgument, match="'region name' is necessary to register system"):
+        regions.register_system("", "/small", 0, 64)
+
+
+def test_keys_can_be_limited_to_prefixes(shm: Path) -> None:
+    regions = Regions(directory=str(shm), key_prefixes=["/sm"])
+    regions.register_system("r", "/small", 0, 64)
+    with pytest.raises(InvalidArgument, match="keys must begin with one of sm"):
+        regions.register_system("p", "/pages", 0, 64)
+
+
+def test_the_number_of_regions_is_limited(shm: Path) -> None:
+    regions = Regions(directory=str(shm), limit=1)
+    regions.register_system("a", "/small", 0, 64)
+    with pytest.raises(ResourceExhausted, match="'b' is one more than the 1 that can be registered"):
+        regions.register_system("b", "/small", 0, 64)
+
+
+def test_no_file_stays_open_after_refusals_and_unregistering(regions: Regions) -> None:
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(InvalidArgument):
+        regions.register_system("r", "/small", 0, 65)
+    regions.register_system("r", "/small", 0, 64)
+    regions.unregister_system("r")
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_input_reads_relative_to_the_region(regions: Regions) -> None:
+    regions.register_system("r", "/pages", 4096, 64)
+    assert bytes(regions.input("r", 4, 3)) == bytes((4, 5, 6))
+
+
+def test_output_writes_there_and_only_there(regions: Regions, shm: Path) -> None:
+    regions.register_system("r", "/small", 0, 64)
+    output = regions.output("r", 8, 4)
+    output.write("OUT", memoryview(b"abc"))
+    assert (shm / "small").read_bytes()[7:12] == b"\x07abc\x0b"
+    output.write("OUT", b"")
+    with pytest.raises(Internal) as caught:
+        output.write("OUT", b"abcde")
+    assert caught.value.message == (
+        "shared memory size specified with the request for output 'OUT' (4 bytes) should be at least 5 bytes to hold "
+        "the results"
+    )
+
+
+@pytest.mark.parametrize(
+    ("offset", "byte_size", "text"),
+    [
+        (64, 1, "Invalid offset for shared memory region: 'r'"),
+        (-1, 1, "Invalid offset for shared memory region: 'r'"),
+        (60, 5, "Invalid offset + byte size for shared memory region: 'r'"),
+        (0, -1, "Invalid offset + byte size for shared memory region: 'r'"),
+        (0, 0, "Invalid offset + byte size for shared memory region: 'r'"),
+        (0, 2**63, "Invalid offset + byte size for shared memory region: 'r'"),
+    ],
+)
+def test_parts_outside_of_a_region_are_refused(regions: Regions, offset: int, byte_size: int, text: str) -> None:
+    regions.register_system("r", "/small", 0, 64)
+    for part in (regions.input, regions.output):
+        with pytest.raises(InvalidArgument) as caught:
+            part("r", offset, byte_size)
+        assert caught.value.message == text
+
+
+def test_unknown_regions(regions: Regions) -> None:
+    regions.unregister_system("ghost")
+    with pytest.raises(NotFound, match=r"^Unable to find shared memory region: 'ghost'$"):
+        regions.input("ghost", 0, 1)
+    with pytest.raises(NotFound, match=r"^Unable to find system shared memory region: 'ghost'$"):
+        regions.status_system("ghost")
+    with pytest.raises(NotFound, match=r"^Unable to find cuda shared memory region: 'ghost'$"):
+        regions.status_cuda("ghost")
+
+
+def test_a_region_in_use_stays_open_until_it_is_released(regions: Regions, shm: Path) -> None:
+    regions.register_system("r", "/small", 0, 64)
+    output = regions.output("r", 0, 4)
+    regions.unregister_system("r")
+    output.write("OUT", b"late")
+    assert (shm / "small").read_bytes()[:4] == b"late"
+
+
+def test_an_object_that_shrinks_is_an_error_and_does_not_grow_again(regions: Regions, shm: Path) -> None:
+    regions.register_system("r", "/small", 0, 64)
+    output = regions.output("r", 32, 8)
+    os.truncate(shm / "small", 16)
+    with pytest.raises(InvalidArgument, match="'/small' has become smaller"):
+        regions.input("r", 12, 8)
+    with pytest.raises(InvalidArgument, match="'/small' has become smaller"):
+        output.write("OUT", bytes(8))
+    assert (shm / "small").stat().st_size == 16
+
+
+@pytest.mark.parametrize(
+    ("allow", "local", "permitted"),
+    [
+        ("true", True, True),
+        ("true", False, True),
+        ("local", True, True),
+        ("local", False, False),
+        ("false", True, False),
+        ("false", False, False),
+    ],
+)
+def test_who_may_use_shared_memory(shm: Path, allow: str, local: bool, permitted: bool) -> None:
+    regions = Regions(allow, directory=str(shm))  # type: ignore[arg-type]
+    if permitted:
+        regions.register_system("r", "/small", 0, 64, local=local)
+        regions.input("r", 0, 4, local=local)
+        regions.output("r", 0, 4, local=local)
+        return
+    text = "Client shared memory is disabled. Start the server with '--allow-client-shm=true' to enable."
+    for register in (
+        lambda: regions.register_system("r", "/small", 0, 64, local=local),
+        lambda: regions.register_cuda("r", bytes(64), 0, 64, local=local),
+    ):
+        with pytest.raises(Unsupported) as caught:
+            register()
+        assert caught.value.message == text
+    assert regions.status_system() == []
+
+
+def test_regions_of_local_clients_are_not_for_others(regions: Regions) -> None:
+    regions.register_system("r", "/small", 0, 64)
+    with pytest.raises(Unsupported):
+        regions.input("r", 0, 4, local=False)
+    with pytest.raises(Unsupported):
+        regions.output("r", 0, 4, local=False)
+
+
+@pytest.mark.parametrize(
+    ("peer", "local"),
+    [
+        ("unix:", True),
+        ("unix:/tmp/x", True),
+        ("127.0.0.1:8", True),
+        ("ipv4:127.0.0.1:8", True),
+        ("ipv4:127.9.9.9:8", True),
+        ("ipv6:[::1]:8", True),
+        ("ipv6:%5B::1%5D:8", True),
+        ("::1", True),
+        ("127.0.0.1", True),
+        ("ipv6:[::ffff:127.0.0.1]:8", True),
+        ("192.0.2.1:8", False),
+        ("ipv4:192.0.2.1:8", False),
+        ("ipv6:[2001:db8::1]:8", False),
+        ("0.0.0.0:8", False),
+        ("", False),
+        ("localhost.example:80", False),
+    ],
+)
+def test_which_peers_are_on_this_machine(peer: str, local: bool) -> None:
+    assert is_local_peer(peer) is local
+
+
+class FakeCuda:
+    """A CUDA runtime whose device memory is a bytearray per handle."""
+
+    def __init__(self) -> None:
+        self.memory = {b"h" * 64: bytearray(64)}
+        self.open_handles: dict[int, bytes] = {}
+
+    def open(self, device_id: int, raw_handle: bytes) -> int:
+        if raw_handle not in self.memory or device_id != 0:
+            raise OSError(1, "invalid resource handle")
+        self.open_handles[1000] = raw_handle
+        return 1000
+
+    def close(self, device_id: int, address: int) -> None:
+        del self.open_handles[address]
+
+    def read(self, device_id: int, address: int, byte_size: int) -> bytearray:
+        return self.memory[self.open_handles[1000]][address - 1000 : address - 1000 + byte_size]
+
+    def write(self, device_id: int, address: int, data: bytes) -> None:
+        self.memory[self.open_handles[1000]][address - 1000 : address - 1000 + len(data)] = bytes(data)
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
+    fake = FakeCuda()
+    monkeypatch.setattr(regions_module, "cuda_runtime", lambda: fake)
+    yield fake
+    gc.collect()
+
+
+def test_cuda_regions_are_read_and_written_on_the_device(regions: Regions, cuda: FakeCuda) -> None:
+    regions.register_cuda("c", b"h" * 64, 0, 64)
+    assert regions.status_cuda() == [("c", 0, 64)]
+    assert regions.status_system() == []
+    output = regions.output("c", 4, 4)
+    output.write("OUT", b"abcd")
+    assert bytes(regions.input("c", 3, 6)) == b"\0abcd\0"
+    regions.unregister_cuda("c")
+    output.write("OUT", b"efgh")
+    assert bytes(cuda.memory[b"h" * 64][4:8]) == b"efgh"
+    del output
+    assert cuda.open_handles == {}
+
+
+def test_the_two_kinds_share_one_namespace(regions: Regions, cuda: FakeCuda) -> None:
+    regions.register_cuda("c", b"h" * 64, 0, 64)
+    with pytest.raises(AlreadyExists):
+        regions.register_system("c", "/small", 0, 64)
+    with pytest.raises(NotFound) as caught:
+        regions.status_system("c")
+    assert caught.value.message == (
+        "The region named 'c' is registered as CUDA shared memory, not system shared memory"
+    )
+    regions.unregister_system("c")
+    regions.unregister_system("")
+    assert regions.status_cuda("c") == [("c", 0, 64)]
+
+
+@pytest.mark.parametrize(("handle", "device"), [(b"x" * 64, 0), (b"short", 0), (b"h" * 64, 1), (b"h" * 64, -1)])
+def test_cuda_memory_that_cannot_be_opened(regions: Regions, cuda: FakeCuda, handle: bytes, device: int) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        regions.register_cuda("c", handle, device, 64)
+    assert caught.value.message == NO_CUDA
+
+
+def test_without_cuda_nothing_can_be_registered(regions: Regions, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(regions_module, "cuda_runtime", lambda: None)
+    with pytest.raises(InvalidArgument) as caught:
+        regions.register_cuda("c", bytes(64), 0, 64)
+    assert caught.value.message == NO_CUDA
+
+
+class FakeFunction:
+    """A C function: remembers its arguments and does what `act` says."""
+
+    def __init__(self, act: object = None) -> None:
+        self.act = act
+        self.calls: list[tuple[object, ...]] = []
+
+    def __call__(self, *args: object) -> object:
+        self.calls.append(args)
+        return self.act(*args) if callable(self.act) else self.act
+
+
+class FakeLibrary:
+    """libcudart with host memory for device memory."""
+
+    def __init__(self) -> None:
+        self.memory = ctypes.create_string_buffer(b"device memory", 64)
+        self.cudaSetDevice = FakeFunction(0)
+        self.cudaIpcOpenMemHandle = FakeFunction(self.open)
+        self.cudaIpcCloseMemHandle = FakeFunction(0)
+        self.cudaMemcpy = FakeFunction(self.copy)
+        self.cudaGetErrorString = FakeFunction(b"out of memory")
+
+    def open(self, pointer: object, handle: object, flags: int) -> int:
+        pointer._obj.value = ctypes.addressof(self.memory)  # type: ignore[attr-defined]
+        return 0
+
+    def copy(self, target: object, source: object, size: int, kind: int) -> int:
+        ctypes.memmove(target, source, size)  # type: ignore[arg-type]
+        return 0 if size < 40 else 2
+
+
+def test_the_cuda_runtime_is_called_as_its_interface_says() -> None:
+    library = FakeLibrary()
+    runtime = CudaRuntime(library)  # type: ignore[arg-type]
+    address = runtime.open(3, bytes(64))
+    assert library.cudaSetDevice.calls == [(3,)]
+    assert runtime.read(3, address, 6) == b"device"
+    runtime.write(3, address + 7, b"MEMORY")
+    assert library.memory.value == b"device MEMORY"
+    assert [call[3] for call in library.cudaMemcpy.calls] == [2, 1]  # device to host, host to device
+    with pytest.raises(OSError, match="out of memory"):
+        runtime.read(3, address, 50)
+    runtime.close(3, address)
+    assert library.cudaIpcCloseMemHandle.calls == [(address,)]
