@@ -60,15 +60,19 @@ def _settle(current: Mapping[str, T], last: Mapping[str, T], seen: Mapping[str, 
 
 
 def _with_unreadable(seen: Snapshot, current: Snapshot) -> Snapshot:
-    """`seen`, with the models of unreadable repositories taken over from `current`."""
-    kept = {
-        name: model
-        for name, model in current.models.items()
-        if model.repository in seen.failures and name not in seen.models and name not in seen.duplicates
-    }
-    if not kept:
+    """`seen`, with what is known of unreadable repositories taken over from `current`."""
+    if not seen.failures:
         return seen
-    return Snapshot(dict(sorted({**seen.models, **kept}.items())), seen.duplicates, seen.failures)
+    duplicates = {
+        name: places
+        for name, places in current.duplicates.items()
+        if any(str(place.parent) in seen.failures for place in places)
+    }
+    models = {name: model for name, model in seen.models.items() if name not in duplicates}
+    for name, model in current.models.items():
+        if model.repository in seen.failures and name not in seen.duplicates:
+            models[name] = model
+    return Snapshot(dict(sorted(models.items())), {**seen.duplicates, **duplicates}, seen.failures)
 
 
 async def changes(

@@ -67,6 +67,12 @@ def test_models_of_a_repository_that_cannot_be_read_stay_as_they_are():
     assert seen_by(settled, start, start) == [None, start]
 
 
+def test_a_name_in_two_repositories_is_not_served_because_one_cannot_be_read():
+    settled = Settled(snapshot(duplicates=("a",)))
+    lost = snapshot(a="1", failed=("/x",))
+    assert seen_by(settled, lost, lost) == [None, snapshot(duplicates=("a",), failed=("/x",))]
+
+
 def test_a_model_that_comes_to_be_in_two_repositories():
     settled = Settled(OLD)
     twice = snapshot(duplicates=("a",))

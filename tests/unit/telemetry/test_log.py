@@ -117,6 +117,21 @@ def test_a_broken_sink_does_not_stop_the_server(monkeypatch):
     Log().info("x")
 
 
+def test_an_exception_is_logged_with_where_it_came_from(capsys):
+    log = Log()
+    try:
+        raise RuntimeError("why")
+    except RuntimeError as error:
+        log.exception("watching failed", error)
+        log.log_error = False
+        log.exception("silent", error)
+    line = DEFAULT.match(capsys.readouterr().err)
+    assert line[2] == "test_log.py"
+    text = json.loads(line[4])
+    assert text.startswith("watching failed: Traceback")
+    assert text.endswith("RuntimeError: why")
+
+
 def test_settings_in_tritons_order():
     assert Log().get() == WHOLE
     assert list(Log().get("model")) == list(WHOLE) == list(SETTINGS)
