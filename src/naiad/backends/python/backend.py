@@ -8,6 +8,7 @@ import asyncio
 import json
 import threading
 from collections.abc import Coroutine, Sequence
+from concurrent.futures import Future
 from typing import Any, ClassVar, Literal
 
 from naiad.backends.api import (
@@ -34,6 +35,9 @@ _NO_RESPONSE = (
     "execute returned no response for a request. Return a list with an InferenceResponse for each request, or answer "
     "through request.get_response_sender()."
 )
+
+#: How long coroutines may take to end when their instance does.
+_CLOSE_S = 5.0
 
 _KINDS = {"KIND_CPU": "CPU", "KIND_GPU": "GPU", "KIND_MODEL": "MODEL"}
 
@@ -65,7 +69,7 @@ class PythonBackend(RequestBackend):
         self._name = instance.name
         self._path = model.path
         self._is_decoupled = bool(model.config.get("model_transaction_policy", {}).get("decoupled", False))
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop: _EventLoop | None = None
         self._instance = current.Instance(model.services, model.path.parent)
         current.enter(self._instance)
         try:
@@ -91,7 +95,7 @@ class PythonBackend(RequestBackend):
         self._instance.is_serving = False
         current.enter(self._instance)
         if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._loop.close()
         try:
             if hasattr(self._model, "finalize"):
                 self._model.finalize()
@@ -188,9 +192,8 @@ class PythonBackend(RequestBackend):
     def _run_coroutine(self, coroutine: Coroutine[Any, Any, Any], received: list[ReceivedRequest]) -> Any:
         """The result of a coroutine on the model's event loop; a decoupled model's goes on in the background."""
         if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            threading.Thread(target=self._loop.run_forever, name="python-model", daemon=True).start()
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+            self._loop = _EventLoop()
+        future = self._loop.run(coroutine)
         if not self._is_decoupled:
             return future.result()
 
@@ -203,6 +206,34 @@ class PythonBackend(RequestBackend):
 
     def _log(self, level: Literal["ERROR", "WARNING", "INFO", "VERBOSE"], message: str) -> None:
         self._instance.services.log(level, message, __file__, 0)
+
+
+class _EventLoop:
+    """Where coroutines of a model run: a loop in a thread."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._work, name="coroutines", daemon=True)
+        self._thread.start()
+
+    def run(self, coroutine: Coroutine[Any, Any, Any]) -> "Future[Any]":
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def close(self) -> None:
+        """Cancels what still runs. Code that blocks the loop is not waited for long: the process ends anyway."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout=_CLOSE_S)
+
+    def _work(self) -> None:
+        self._loop.run_forever()
+        self._loop.run_until_complete(_cancel(asyncio.all_tasks(self._loop)))
+        self._loop.close()
+
+
+async def _cancel(tasks: "set[asyncio.Task[Any]]") -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _result(response: InferenceResponse, source: BackendRequest) -> BackendResponse | NaiadError:

@@ -13,6 +13,8 @@ from naiad.errors import Internal
 #: The names under which models import `pb_utils`; the second is the compiled part of Triton's.
 NAMES = ("triton_python_backend_utils", "c_python_backend_utils")
 
+_IMPORTABLE = str(Path(__file__).with_name("importable"))
+
 
 def model_class(path: Path) -> Any:
     """`TritonPythonModel` of the file `path`, imported anew.
@@ -28,7 +30,7 @@ def model_class(path: Path) -> Any:
     for name in NAMES:
         sys.modules[name] = pb_utils
     folder = path.parent
-    for entry in (str(folder), str(folder.parent)):
+    for entry in (str(folder), str(folder.parent), _IMPORTABLE):
         if entry not in sys.path:
             sys.path.append(entry)
     _forget(folder.name)

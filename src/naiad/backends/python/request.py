@@ -3,14 +3,16 @@
 import asyncio
 import enum
 import json
+import threading
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from naiad import datatypes
 from naiad.backends.api import BackendRequest, Services
-from naiad.backends.python import calls, current
+from naiad.backends.python import calls, current, dropped
 from naiad.backends.python.failures import TritonModelException
 from naiad.backends.python.response import ErrorCode, InferenceResponse, TritonError, checked_parameters
 from naiad.backends.python.sender import InferenceResponseSender
@@ -252,7 +254,7 @@ class ReceivedRequest(InferenceRequest):
 class ResponseIterator:
     """The responses of a decoupled call, as they come. Iterating once more goes through them again."""
 
-    __slots__ = ("__weakref__", "_at", "_responses", "_services", "_stream")
+    __slots__ = ("_at", "_endings", "_responses", "_services", "_stream")
 
     def __init__(
         self, services: Services, stream: int | None, responses: list[InferenceResponse] | None = None
@@ -261,6 +263,7 @@ class ResponseIterator:
         #: None when the final response is here.
         self._stream = stream
         self._responses = responses or []
+        self._endings = dropped.endings()
         self._at = 0
 
     def __iter__(self) -> Iterator[InferenceResponse]:
@@ -290,6 +293,20 @@ class ResponseIterator:
         """Asks the called model to stop; what it still sends can be fetched."""
         if self._stream is not None:
             self._services.call("cancel", calls.StreamCall(self._stream))
+
+    def __del__(self) -> None:
+        # The called model runs to its end, as it does in Triton; the server must not keep the answers.
+        if self._stream is not None:
+            self._endings.put(partial(_start_reading, self._services, self._stream))
+
+
+def _start_reading(services: Services, stream: int) -> None:
+    threading.Thread(target=_read_to_end, args=(services, stream), name="dropped-stream", daemon=True).start()
+
+
+def _read_to_end(services: Services, stream: int) -> None:
+    for _ in ResponseIterator(services, stream):
+        pass
 
 
 def _value(tensor: Tensor) -> calls.TensorValue:

@@ -1,21 +1,21 @@
 """`pb_utils.InferenceResponseSender`: answers to one request, from any thread, during and after `execute`.
 
 The host wants exactly one final answer per request. A model may forget it, so a sender that is let go without one
-ends its request. That happens wherever the garbage collector runs, possibly inside of the host's own sending,
-so a thread of its own does it.
+ends its request.
 """
 
-import functools
 import threading
-from queue import SimpleQueue
-from typing import NamedTuple
+from functools import partial
 
 from naiad.backends.api import BackendRequest, BackendResponse
+from naiad.backends.python import dropped
 from naiad.backends.python.failures import TritonModelException
 from naiad.backends.python.response import InferenceResponse, result
 from naiad.errors import Internal, NaiadError
 
 RESPONSE_COMPLETE_FINAL = 1
+
+_NO_RESPONSE = "The model let go of its response sender without sending a response."
 
 #: Guards the state of all senders; held for a few instructions, never while something is sent.
 _lock = threading.Lock()
@@ -25,7 +25,7 @@ class InferenceResponseSender:
     """Sends the responses of one request: one for an ordinary model, any number for a decoupled one."""
 
     # `_is_closed` is what the model may know, `_has_ended` that the host has its final answer.
-    __slots__ = ("_dropped", "_ended", "_has_ended", "_is_closed", "_is_decoupled", "_sent_count", "_source")
+    __slots__ = ("_ended", "_endings", "_has_ended", "_is_closed", "_is_decoupled", "_sent_count", "_source")
 
     def __init__(self, source: BackendRequest, is_decoupled: bool) -> None:
         self._source = source
@@ -35,7 +35,7 @@ class InferenceResponseSender:
         self._has_ended = False
         #: Set at the end; `execute` of an ordinary model waits for it.
         self._ended = None if is_decoupled else threading.Event()
-        self._dropped = _dropped_senders()
+        self._endings = dropped.endings()
 
     def send(self, response: InferenceResponse | None = None, flags: int = 0) -> None:
         """Sends a response, or with the flag TRITONSERVER_RESPONSE_COMPLETE_FINAL the last one, which may be None.
@@ -88,7 +88,7 @@ class InferenceResponseSender:
     def __del__(self) -> None:
         # A constructor that failed leaves no `_has_ended`.
         if not getattr(self, "_has_ended", True):
-            self._dropped.put(_Dropped(self._source, self._sent_count, self._ended))
+            self._endings.put(partial(_end_dropped, self._source, self._sent_count, self._ended))
 
 
 def end(sender: InferenceResponseSender, answer: BackendResponse | NaiadError | None) -> None:
@@ -113,29 +113,11 @@ def send_final(source: BackendRequest, answer: BackendResponse | NaiadError | No
         source.send(error, True)
 
 
-class _Dropped(NamedTuple):
-    source: BackendRequest
-    sent_count: int
-    ended: threading.Event | None
-
-
-@functools.cache
-def _dropped_senders() -> "SimpleQueue[_Dropped]":
-    # `SimpleQueue.put` may be called while the same thread is inside of it, which `__del__` needs.
-    dropped: SimpleQueue[_Dropped] = SimpleQueue()
-    threading.Thread(target=_end_dropped, args=(dropped,), name="dropped-senders", daemon=True).start()
-    return dropped
-
-
-def _end_dropped(dropped: "SimpleQueue[_Dropped]") -> None:
-    while True:
-        source, sent_count, ended = dropped.get()
-        answer = None if sent_count else Internal("The model let go of its response sender without sending a response.")
-        try:
-            source.send(answer, True)
-        except NaiadError:
-            pass  # The host has given the request up itself.
-        finally:
-            if ended is not None:
-                ended.set()
-        del source, ended
+def _end_dropped(source: BackendRequest, sent_count: int, ended: threading.Event | None) -> None:
+    try:
+        source.send(None if sent_count else Internal(_NO_RESPONSE), True)
+    except NaiadError:
+        pass  # The host has given the request up itself.
+    finally:
+        if ended is not None:
+            ended.set()

@@ -1,5 +1,6 @@
 """A host and a server as the Python backend sees them."""
 
+import textwrap
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -95,3 +96,11 @@ def context(path: Path, services: FakeServices | None = None, **config: Any) -> 
 def load(path: Path, services: FakeServices | None = None, **config: Any) -> PythonBackend:
     model = context(path, services, **config)
     return PythonBackend(model, InstanceContext(f"{model.name}_0_0", "KIND_CPU"))
+
+
+def write(folder: Path, source: str, name: str = "m", version: int = 1) -> Path:
+    """A model file of `source`, which sees numpy as np and the utilities as pb_utils."""
+    path = folder / name / str(version) / "model.py"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("import numpy as np\nimport triton_python_backend_utils as pb_utils\n" + textwrap.dedent(source))
+    return path

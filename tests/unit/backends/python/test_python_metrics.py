@@ -1,0 +1,210 @@
+"""A model's own metrics: what reaches the server, and what is refused before."""
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import msgspec
+import pytest
+from python_backend_fakes import FakeServices, load, write
+
+from naiad.backends.python import calls, current
+from naiad.backends.python.calls import (
+    DropFamily,
+    DropMetric,
+    Increment,
+    MetricCall,
+    MetricChange,
+    MetricValue,
+    NewFamily,
+    NewMetric,
+    Observe,
+    SetValue,
+)
+from naiad.backends.python.pb_utils import Metric, MetricFamily, TritonModelException
+from naiad.errors import InvalidArgument, NaiadError
+
+SECONDS = 10
+
+
+class Server:
+    """Takes changes; refuses with `refusal`."""
+
+    def __init__(self) -> None:
+        self.changes: SimpleQueue[MetricChange] = SimpleQueue()
+        self.refusal: NaiadError | None = None
+
+    def __call__(self, call: MetricCall) -> Any:
+        assert calls.read(msgspec.msgpack.decode(msgspec.msgpack.encode(call)), MetricCall) == call
+        if self.refusal is not None:
+            raise self.refusal
+        for change in call.changes:
+            self.changes.put(change)
+        return 42.5 if isinstance(call.changes[-1], MetricValue) else None
+
+    def got(self, count: int) -> list[MetricChange]:
+        return [self.changes.get(timeout=SECONDS) for _ in range(count)]
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    server = Server()
+    instance = current.Instance(FakeServices(metric=server), Path("/m/1"))
+    monkeypatch.setattr(current, "_instance", instance)
+    yield server
+    gc.collect()
+    if instance.notes is not None:
+        server.refusal = None
+        instance.notes.close()
+
+
+def made(server: Server, kind: Any, buckets: list[float] | None = None) -> tuple[MetricFamily, Metric]:
+    family = MetricFamily(name="f", description="text", kind=kind)
+    metric = family.Metric(labels={"a": "b"}, buckets=buckets)
+    server.got(2)
+    return family, metric
+
+
+def test_families_and_metrics_are_announced_at_once(server: Server) -> None:
+    family = MetricFamily(name="f", description="text", kind=MetricFamily.HISTOGRAM)
+    metric = family.Metric(buckets=[1, 2])
+    assert server.got(2) == [NewFamily("f", "text", "histogram"), NewMetric("f", {}, (1.0, 2.0))]
+    del metric, family
+
+
+def test_increments_add_up_on_their_way(server: Server) -> None:
+    family, metric = made(server, MetricFamily.COUNTER)
+    metric.increment(1)
+    metric.increment(2.5)
+    total = 0.0
+    while total < 3.5:
+        (change,) = server.got(1)
+        assert isinstance(change, Increment)
+        assert (change.family, change.labels) == ("f", {"a": "b"})
+        total += change.value
+    assert total == 3.5
+    del family
+
+
+def test_a_gauge_is_set_and_moved(server: Server) -> None:
+    family, metric = made(server, MetricFamily.GAUGE)
+    metric.increment(1)
+    metric.set(5)
+    metric.increment(-2)
+    assert metric.value() == 42.5
+    changes = server.got(3)
+    assert changes[-1] == MetricValue("f", {"a": "b"})
+    assert changes[:2] == [SetValue("f", {"a": "b"}, 5.0), Increment("f", {"a": "b"}, -2.0)]
+    del family
+
+
+def test_observations_are_collected(server: Server) -> None:
+    family, metric = made(server, MetricFamily.HISTOGRAM, [1.0])
+    metric.observe(0.5)
+    metric.observe(7)
+    values: list[float] = []
+    while len(values) < 2:
+        (change,) = server.got(1)
+        assert isinstance(change, Observe)
+        values += change.values
+    assert values == [0.5, 7.0]
+    del family
+
+
+def test_what_the_model_lets_go_of_is_dropped(server: Server) -> None:
+    family, metric = made(server, MetricFamily.COUNTER)
+    del metric
+    assert server.got(1) == [DropMetric("f", {"a": "b"})]
+    del family
+    assert server.got(1) == [DropFamily("f")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "operation", "text"),
+    [
+        (
+            MetricFamily.COUNTER,
+            lambda metric: metric.increment(-1),
+            "Failed to increment metric value: TRITONSERVER_METRIC_KIND_COUNTER can only be incremented monotonically "
+            "by non-negative values.",
+        ),
+        (
+            MetricFamily.COUNTER,
+            lambda metric: metric.set(1),
+            "Failed to set metric value: TRITONSERVER_METRIC_KIND_COUNTER does not support Set",
+        ),
+        (
+            MetricFamily.GAUGE,
+            lambda metric: metric.observe(1),
+            "Failed to observe metric value: TRITONSERVER_METRIC_KIND_GAUGE does not support Observe",
+        ),
+        (
+            MetricFamily.HISTOGRAM,
+            lambda metric: metric.increment(1),
+            "Failed to increment metric value: TRITONSERVER_METRIC_KIND_HISTOGRAM does not support Increment",
+        ),
+        (
+            MetricFamily.HISTOGRAM,
+            lambda metric: metric.value(),
+            "Failed to get metric value: TRITONSERVER_METRIC_KIND_HISTOGRAM does not support Value",
+        ),
+    ],
+)
+def test_what_a_kind_cannot_do(server: Server, kind: Any, operation: Any, text: str) -> None:
+    family, metric = made(server, kind, [1.0] if kind == MetricFamily.HISTOGRAM else None)
+    with pytest.raises(TritonModelException) as error:
+        operation(metric)
+    assert str(error.value) == text
+    del family
+
+
+def test_metrics_that_cannot_be_made(server: Server) -> None:
+    counters = MetricFamily("c", "", MetricFamily.COUNTER)
+    histograms = MetricFamily("h", "", MetricFamily.HISTOGRAM)
+    for make, text in (
+        (lambda: counters.Metric(labels=["a"]), "Labels must be a dictionary."),  # type: ignore[arg-type]
+        (lambda: counters.Metric(buckets=[1.0]), "Unexpected buckets found."),
+        (lambda: histograms.Metric(), "Missing required buckets."),
+        (lambda: histograms.Metric(buckets=(1.0,)), "Buckets must be a list."),
+    ):
+        with pytest.raises(TritonModelException) as error:
+            make()
+        assert str(error.value) == f"Failed to create metric. {text}"
+
+
+def test_a_metric_does_not_outlive_its_family(server: Server) -> None:
+    family, metric = made(server, MetricFamily.COUNTER)
+    del family
+    with pytest.raises(TritonModelException, match="the corresponding 'MetricFamily' has been deleted"):
+        metric.increment(1)
+
+
+def test_what_the_server_refuses(server: Server) -> None:
+    server.refusal = InvalidArgument("no")
+    with pytest.raises(TritonModelException, match=r"^Error when creating MetricFamily: no$"):
+        MetricFamily("f", "", MetricFamily.COUNTER)
+    server.refusal = None
+    family = MetricFamily("f", "", MetricFamily.COUNTER)
+    server.refusal = InvalidArgument("no")
+    with pytest.raises(TritonModelException, match=r"^Error when creating Metric: no$"):
+        family.Metric()
+
+
+def test_a_model_that_ends_passes_on_what_it_has_noted(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        """
+        class TritonPythonModel:
+            def initialize(self, args):
+                self.family = pb_utils.MetricFamily("f", "", pb_utils.MetricFamily.COUNTER)
+                self.metric = self.family.Metric()
+
+            def finalize(self):
+                self.metric.increment(3)
+        """,
+    )
+    server = Server()
+    load(path, FakeServices(metric=server)).close()
+    assert server.got(3)[-1] == Increment("f", {}, 3.0)
