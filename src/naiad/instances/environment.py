@@ -50,6 +50,10 @@ class Child:
         self._ended: asyncio.Future[None] = loop.create_future()
         loop.add_reader(pidfd, self._on_exit)
 
+    @property
+    def is_alive(self) -> bool:
+        return self._pidfd >= 0
+
     def kill(self) -> None:
         """SIGKILL; the end is reported as any other. Sure to hit this process and no other."""
         if self._pidfd >= 0:

@@ -241,9 +241,9 @@ class ArrayExecution:
             )
         datatype = spec.datatype
         if array.dtype != datatype.numpy and datatypes.from_numpy(array.dtype) is not datatype:
-            got = datatypes.from_numpy(array.dtype)
+            returned = datatypes.from_numpy(array.dtype)
             raise Internal(
-                f"model '{signature.model}' returned data type {got.name if got else array.dtype} for output "
+                f"model '{signature.model}' returned data type {returned.name if returned else array.dtype} for output "
                 f"'{name}', expected {datatype.name} as configured"
             )
         dims = spec.dims if spec.reshape is None else spec.reshape
@@ -422,6 +422,7 @@ class RequestExecution:
         if isinstance(result, NaiadError):
             return Response(index, None, {}, failure(result), final), None
         packed = []
+        batching = self._signature.batching
         for name, array in result.outputs.items():
             if name not in request.outputs:
                 continue
@@ -436,6 +437,9 @@ class RequestExecution:
                     f"model '{self._signature.model}' answered an array of {array.dtype} as output '{name}', "
                     "which is no data type of the protocol"
                 )
+            spec = self._signature.outputs.get(name)
+            if spec is not None and spec.reshape is not None and array.ndim == len(spec.reshape) + batching:
+                array = array.reshape(_reshaped(array.shape, batching, spec.reshape, spec.dims))
             packed.append(_Packed(name, datatype, array, None))
         outputs, one_shot = self._outputs.place(packed, in_time)
         return Response(index, outputs, dict(result.parameters), None, final), one_shot

@@ -31,7 +31,11 @@ def failure(error: BaseException) -> Failure:
     """The frame of an exception. One that is no NaiadError becomes Internal with its own text."""
     if isinstance(error, NaiadError):
         return Failure(type(error).__name__, error.message)
-    return Failure("Internal", str(error) or type(error).__name__)
+    text = str(error)
+    # The text of a KeyError is the key; some exceptions have none.
+    if not text or isinstance(error, KeyError):
+        text = f"{type(error).__name__}: {text}".removesuffix(": ")
+    return Failure("Internal", text)
 
 
 # ---- batches -------------------------------------------------------------------------------------------------

@@ -201,6 +201,7 @@ class Hosts:
         self.timeout_s(spec)
         if self._isolation == "none":
             local = ThreadModel(spec, self._limits, self._on_log, self._on_call, self.forget)
+            await local.start()
             self._models[local] = None
             return local
         reference = spec.reference or spec.backend

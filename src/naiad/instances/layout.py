@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from naiad.datatypes import BY_NUMBER, Buffer
-from naiad.errors import Internal
+from naiad.errors import Internal, ResourceExhausted
 from naiad.instances import arena
 from naiad.instances.frames import Details, Input, Output
 from naiad.messages import InferRequest, Tensor
@@ -21,6 +21,14 @@ class Layout:
         self.inputs = inputs
         self.columns = columns
         self.byte_size = byte_size
+
+    def too_large(self, model: str, limit: int) -> ResourceExhausted:
+        """The error of a batch that takes more than `limit` bytes."""
+        largest = max(self.inputs, key=lambda tensor: tensor.byte_size)
+        return ResourceExhausted(
+            f"model '{model}': the inputs of one execution take {self.byte_size} bytes, of which '{largest.name}' "
+            f"{largest.byte_size} bytes; the limit is {limit} bytes"
+        )
 
     def write(self, view: memoryview) -> None:
         for tensor, parts in zip(self.inputs, self.columns, strict=True):

@@ -173,7 +173,8 @@ class ProcessInstance:
             0,
         )
         inputs, channel = self._inputs, self._channel
-        assert inputs is not None and channel is not None
+        assert inputs is not None
+        assert channel is not None
         if laid_out.byte_size <= len(inputs):
             laid_out.write(inputs)
             channel.send(frame)
@@ -183,15 +184,8 @@ class ProcessInstance:
     def _execute_large(self, frame: Execute, laid_out: layout.Layout) -> None:
         size = laid_out.byte_size
         limit = self._tenant.host.limits.batch
-        largest = max(laid_out.inputs, key=lambda tensor: tensor.byte_size)
         if size > limit:
-            self._refuse(
-                frame.batch,
-                ResourceExhausted(
-                    f"model '{self._tenant.spec.name}': the inputs of one execution take {size} bytes, of which "
-                    f"'{largest.name}' {largest.byte_size} bytes; the limit is {limit} bytes"
-                ),
-            )
+            self._refuse(frame.batch, laid_out.too_large(self._tenant.spec.name, limit))
             return
         try:
             fd = arena.create("naiad inputs", size)
@@ -368,7 +362,7 @@ class Host:
 
     def kill(self, reason: str) -> None:
         """Ends the process by force; `reason` continues the sentence "its host process ..."."""
-        if self._child is not None and self._kill_reason is None:
+        if self._child is not None and self._child.is_alive and self._kill_reason is None:
             self._kill_reason = reason
             self._child.kill()
 
@@ -480,8 +474,8 @@ class Host:
                     problems.append((tenant, error))
         if problems and len(problems) == len(tenants):
             return problems[0][1]
-        for tenant, error in problems:
-            self._give_up([tenant], f"{tenant.label} cannot be loaded again: {error.message}")
+        for tenant, problem in problems:
+            self._give_up([tenant], f"{tenant.label} cannot be loaded again: {problem.message}")
         self._policy.started(self._loop.time())
         for tenant in tenants:
             self._log(tenant, "INFO", f"{tenant.label}: host process '{self.name}' is running again, pid {self.pid}")

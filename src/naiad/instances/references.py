@@ -4,7 +4,7 @@ import importlib
 from importlib.metadata import entry_points
 from typing import Any
 
-from naiad.errors import InvalidArgument, NaiadError, NotFound
+from naiad.errors import InvalidArgument, NaiadError
 
 GROUP = "naiad.backends"
 #: The extras of the distribution that bring a framework, where the backend's class cannot be asked.
@@ -14,13 +14,13 @@ _EXTRAS = {"tensorflow": "tensorflow", "pytorch": "torch", "torch": "torch", "op
 def load_backend(backend: str, reference: str) -> type[Any]:
     """The backend class, its `modules` imported. `reference` is "module:Class", or a name of the entry point group.
 
-    Raises NotFound for an unknown backend, InvalidArgument where an import fails.
+    Raises InvalidArgument for an unknown backend and where an import fails.
     """
     target = reference
     if ":" not in reference:
         found = list(entry_points(group=GROUP, name=reference))
         if not found:
-            raise NotFound(
+            raise InvalidArgument(
                 f"unable to find backend library for backend '{backend}', try specifying runtime on the model "
                 "configuration."
             )

@@ -5,6 +5,7 @@ through `loop.call_soon_threadsafe`. A crash of the model is a crash of the serv
 """
 
 import asyncio
+import contextlib
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
 
 from naiad.backends.api import ConfigDict, InstanceContext, ModelContext, RequestBackend
-from naiad.errors import Internal, NaiadError, ResourceExhausted, Unavailable
+from naiad.errors import NaiadError, Unavailable
 from naiad.instances import arena, layout
 from naiad.instances.delivery import Batches
 from naiad.instances.execution import ArrayExecution, OneShot, RequestExecution, Signature, execution
@@ -40,10 +41,9 @@ class _ThreadLink:
 
     def send(self, results: Results, one_shot: OneShot | None) -> None:
         region = self.outputs if one_shot is None else one_shot.view
-        try:
+        # RuntimeError: the loop has been closed, nobody waits for this any more.
+        with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._instance.on_results, results, region)
-        except RuntimeError:
-            pass  # the loop has been closed: nobody waits for this any more
 
     def one_shot(self, byte_size: int) -> OneShot:
         return OneShot(arena.private(byte_size), None)
@@ -130,10 +130,7 @@ class ThreadInstance:
         if size > len(data) or (self._model.takes_requests and size > self._limits.request_arena):
             try:
                 if size > self._limits.batch:
-                    raise ResourceExhausted(
-                        f"model '{self._model.spec.name}': the inputs of one execution take {size} bytes; "
-                        f"the limit is {self._limits.batch} bytes"
-                    )
+                    raise laid_out.too_large(self._model.spec.name, self._limits.batch)
                 data = arena.private(size)
             except NaiadError as error:
                 self._loop.call_soon(self._refuse, number, error)
@@ -219,28 +216,32 @@ class ThreadModel:
         self._threads: list[ThreadInstance] = []
         self._forget = forget
         self._services = _ThreadServices(spec, on_log, on_call, asyncio.get_running_loop())
+        self._backend: type[Any] = object
         self._is_closed = False
+
+    async def start(self) -> None:
+        """Imports the backend. Raises NaiadError: unknown backend, missing import."""
+        reference = self.spec.reference or self.spec.backend
+        self._backend = await asyncio.to_thread(load_backend, self.spec.backend, reference)
+        self.takes_requests = issubclass(self._backend, RequestBackend)
 
     async def complete(self, config: ConfigDict) -> ConfigDict | None:
         """The configuration as the backend completes it, None to leave it. Raises the backend's error."""
-        backend = await self._backend()
         try:
-            completed: ConfigDict | None = await asyncio.to_thread(backend.autocomplete, self._context(config))
+            completed: ConfigDict | None = await asyncio.to_thread(self._backend.autocomplete, self._context(config))
         except Exception as error:
             raise failure(error).error() from error
         return completed
 
     async def load(self, config: ConfigDict, instances: Sequence[InstanceContext]) -> list[Instance]:
         """Loads all instances, ready to execute. Raises the first error; `close` is due in any case."""
-        backend = await self._backend()
-        self.takes_requests = issubclass(backend, RequestBackend)
         context = self._context(config)
         for instance_context in instances:
             signature = Signature(self.spec.name, instance_context.name, config)
             instance = ThreadInstance(instance_context, self, signature.decoupled)
             self._threads.append(instance)
             self.instances.append(instance)
-            await instance.load(backend, context, signature)
+            await instance.load(self._backend, context, signature)
         self.state = "running"
         return self.instances
 
@@ -254,14 +255,6 @@ class ThreadModel:
 
     def tick(self, beat_s: float) -> None:
         """A thread cannot be killed: executions are not timed here."""
-
-    async def _backend(self) -> type[Any]:
-        try:
-            return await asyncio.to_thread(load_backend, self.spec.backend, self.spec.reference or self.spec.backend)
-        except NaiadError:
-            raise
-        except BaseException as error:
-            raise Internal(str(error)) from error
 
     def _context(self, config: ConfigDict) -> ModelContext:
         spec = self.spec

@@ -39,7 +39,7 @@ class Misbehaving(Identity):
     def run(self, inputs, outputs):
         command = np.ravel(inputs["INPUT0"])[0].decode()
         what, _, argument = command.partition(" ")
-        result = np.array([[command.encode()]], dtype=object)
+        result = inputs["INPUT0"]
         if what == "exit":
             os._exit(int(argument))
         elif what == "kill":
@@ -67,11 +67,13 @@ class Misbehaving(Identity):
         elif what == "extra":
             return {"OUTPUT0": result, "OTHER": result}
         elif what == "big":
-            result = np.array([[b"x" * int(argument)]], dtype=object)
+            result = np.full_like(result, b"x" * int(argument))
         elif what == "close_fds":
             os.closerange(3, 64)
         elif what == "who":
-            result = np.array([[f"{os.getpid()} {threading.current_thread() is threading.main_thread()}".encode()]], object)
+            result = np.full_like(
+                result, f"{os.getpid()} {threading.current_thread() is threading.main_thread()}".encode()
+            )
         elif what == "fork":
             if os.fork() == 0:
                 # Holds all sockets of the host for longer than the host lives.
@@ -85,8 +87,14 @@ class Misbehaving(Identity):
 
             resource.setrlimit(resource.RLIMIT_AS, (2**30, 2**30))
             np.zeros(2**33, np.uint8)
+        elif what == "blas_threads":
+            import ctypes
+
+            with open("/proc/self/maps") as maps:
+                path = next(line.split()[-1] for line in maps if "openblas" in line)
+            result = np.full_like(result, str(ctypes.CDLL(path).scipy_openblas_get_num_threads64_()).encode())
         elif what == "environment":
-            result = np.array([[os.environ.get(argument, "unset").encode()]], object)
+            result = np.full_like(result, os.environ.get(argument, "unset").encode())
         return {"OUTPUT0": result}
 
 
@@ -139,6 +147,55 @@ class Counting(RequestBackend):
         for number in range(count):
             request.send(BackendResponse({"OUTPUT0": np.full((1, size), number, np.int32)}), False)
         request.send(None, True)
+
+
+class Slow(Identity):
+    def run(self, inputs, outputs):
+        time.sleep(0.1)
+        return {"OUTPUT0": inputs["INPUT0"]}
+
+
+class NeedsFile(Misbehaving):
+    def __init__(self, model, instance):
+        with open(model.parameters["file"]):
+            pass
+
+
+class Closing(Identity):
+    """Leaves its name where the parameter `trace` says when it is closed."""
+
+    def close(self):
+        with open(self.model.parameters["trace"], "a") as trace:
+            trace.write(self.instance.name + "\n")
+
+
+class Ragged(Identity):
+    """All elements it got, for each request."""
+
+    def run(self, inputs, outputs):
+        assert inputs["INPUT0"].ndim == 1
+        return {"OUTPUT0": np.tile(inputs["INPUT0"], (3, 1))}
+
+
+class Rendezvous(Identity):
+    """Answers when three instances are in `run` at once."""
+
+    def __init__(self, model, instance):
+        self.barrier = model.shared("barrier", lambda: threading.Barrier(3, timeout=20))
+
+    def run(self, inputs, outputs):
+        self.barrier.wait()
+        return {"OUTPUT0": inputs["INPUT0"]}
+
+
+class Caller(Identity):
+    """Asks the server for what its input says."""
+
+    def run(self, inputs, outputs):
+        method = inputs["INPUT0"][0].decode()
+        self.model.services.log("INFO", f"calling {method}", "model.py", 7)
+        answer = self.model.services.call(method, {"a": [1, 2.5, None]})
+        return {"OUTPUT0": np.array([str(answer).encode()], object)}
 
 
 class MissingModule(Identity):

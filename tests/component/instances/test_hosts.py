@@ -1,0 +1,373 @@
+"""Hosts that live, die and come back; real processes, really killed."""
+
+import asyncio
+import gc
+import os
+import signal
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from instance_lab import Batch, available, config, parameters, request, run, until
+
+from naiad.backends.api import InstanceContext
+from naiad.errors import Internal, InvalidArgument, NotFound, Unavailable
+from naiad.instances.restart import RestartPolicy
+
+STRINGS = config("BYTES", [1])
+
+
+def command(text):
+    return request(np.array([text.encode()], object))
+
+
+def output(result):
+    return result.outputs["OUTPUT0"].item()
+
+
+async def say(instance, text):
+    [[result]] = await run(instance, command(text), rows=[1])
+    return result
+
+
+def quick_restarts(now):
+    return RestartPolicy(now, pauses_s=(0.0, 0.01, 0.02))
+
+
+def is_alive(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("order", "how"),
+    [
+        ("exit 3", "exited with code 3"),
+        (f"kill {int(signal.SIGKILL)}", "was killed by signal 9 (SIGKILL; out of memory?)"),
+        (f"kill {int(signal.SIGSEGV)}", "was killed by signal 11 (SIGSEGV)"),
+        ("fork", "exited with code 5"),
+    ],
+)
+async def test_a_crash_fails_only_the_requests_inside(lab, order, how):
+    crashing = await lab.load("Misbehaving", STRINGS, name="crashing")
+    other = await lab.load("Misbehaving", STRINGS, name="other")
+    (instance,) = crashing.instances
+    error = await say(instance, order)
+    assert isinstance(error, Internal)
+    assert error.message == (
+        "Failed to process the request(s) for model instance 'crashing_0_0', message: "
+        f"its host process {how}; it is being restarted"
+    )
+    assert not instance.is_available
+    assert output(await say(other.instances[0], "hello")) == b"hello"
+    await available(instance)
+    assert instance.failure is None
+    assert output(await say(instance, "hello")) == b"hello"
+    assert (crashing.restarts, other.restarts) == (1, 0)
+    assert any(line[2] == "ERROR" and how in line[3] for line in lab.logs)
+
+
+async def test_all_instances_of_a_host_fail_and_come_back_together(lab):
+    model = await lab.load("Misbehaving", STRINGS, instances=2)
+    first, second = model.instances
+    hanging = Batch(command("hang"), rows=[1])
+    second.execute(hanging)
+    await say(first, "exit 1")
+    [[error]] = await hanging.ended()
+    assert "model instance 'm_0_1'" in error.message
+    assert hanging.completions == [None]
+    for instance in first, second:
+        await available(instance)
+        assert output(await say(instance, "hello")) == b"hello"
+
+
+async def test_an_idle_host_that_is_killed_comes_back(lab):
+    model = await lab.load("Misbehaving", STRINGS)
+    (instance,) = model.instances
+    (pid,) = model.pids
+    os.kill(pid, signal.SIGKILL)
+    await until(lambda: not instance.is_available)
+    await available(instance)
+    assert output(await say(instance, "hello")) == b"hello"
+    assert model.pids != [pid]
+
+
+async def test_a_host_that_only_crashes_is_given_up_with_the_reason(make_lab, tmp_path):
+    async with make_lab(restart_policy=quick_restarts) as lab:
+        marker = tmp_path / "crash"
+        model = await lab.load("Misbehaving", {**STRINGS, **parameters(crash_on_load_if=str(marker))})
+        (instance,) = model.instances
+        marker.touch()
+        await say(instance, "exit 1")
+        await available(instance)
+        assert instance.failure == (
+            "host process 'm' exited with code 9; it is not restarted, since it has failed too often in a row"
+        )
+        assert model.restarts == 3
+        assert not instance.is_available
+        await model.close()
+
+
+async def test_a_host_whose_model_cannot_be_loaded_again_is_given_up_with_the_reason(make_lab, tmp_path):
+    async with make_lab(restart_policy=quick_restarts) as lab:
+        missing = tmp_path / "model"
+        missing.touch()
+        model = await lab.load("NeedsFile", {**STRINGS, **parameters(file=str(missing))})
+        (instance,) = model.instances
+        missing.unlink()
+        os.kill(*model.pids, signal.SIGKILL)
+        await until(lambda: not instance.is_available)
+        await available(instance)
+        assert "No such file" in instance.failure
+
+
+async def test_a_model_that_closes_foreign_descriptors_is_restarted(lab):
+    model = await lab.load("Misbehaving", STRINGS)
+    (instance,) = model.instances
+    error = await say(instance, "close_fds")
+    assert isinstance(error, Internal)
+    await available(instance)
+    assert output(await say(instance, "hello")) == b"hello"
+
+
+async def test_memory_that_cannot_be_had_is_an_error_of_the_request(lab):
+    model = await lab.load("Misbehaving", STRINGS)
+    error = await say(model.instances[0], "allocate")
+    assert "Unable to allocate" in error.message
+    assert model.restarts == 0
+
+
+async def test_an_execution_that_takes_too_long_is_ended(make_lab):
+    async with make_lab(beat_s=0.02) as lab:
+        model = await lab.load("Misbehaving", STRINGS, NAIAD_EXECUTION_TIMEOUT_SECS="0.1")
+        (instance,) = model.instances
+        error = await say(instance, "hang")
+        assert error.message == (
+            "Failed to process the request(s) for model instance 'm_0_0', message: its host process was killed since "
+            "an execution of instance 'm_0_0' took longer than 0.1 s (model parameter NAIAD_EXECUTION_TIMEOUT_SECS); "
+            "it is being restarted"
+        )
+        await available(instance)
+        assert output(await say(instance, "hello")) == b"hello"
+
+
+@pytest.mark.parametrize("text", ["-1", "soon", "nan"])
+async def test_a_wrong_timeout_parameter_is_refused(lab, text):
+    with pytest.raises(InvalidArgument, match="NAIAD_EXECUTION_TIMEOUT_SECS"):
+        await lab.open("Identity", NAIAD_EXECUTION_TIMEOUT_SECS=text)
+
+
+async def test_unloading_ends_the_process_and_waits_for_requests(lab):
+    model = await lab.load("Slow", STRINGS)
+    (pid,) = model.pids
+    batch = Batch(command("x"), rows=[1])
+    model.instances[0].execute(batch)
+    await model.close(timeout_s=20)
+    assert batch.finals == [1]
+    assert output(batch.results[0][0]) == b"x"
+    assert not is_alive(pid)
+    assert not model.instances[0].is_available
+
+
+async def test_unloading_kills_what_does_not_end(lab):
+    model = await lab.load("Misbehaving", STRINGS)
+    (pid,) = model.pids
+    batch = Batch(command("hang"), rows=[1])
+    model.instances[0].execute(batch)
+    await model.close(timeout_s=0.05)
+    [[error]] = await batch.ended()
+    assert isinstance(error, Unavailable)
+    assert error.message == "model 'm' version 1 was unloaded while instance 'm_0_0' executed this request"
+    assert not is_alive(pid)
+
+
+async def test_backends_are_closed_when_their_model_is_unloaded(lab, tmp_path):
+    trace = tmp_path / "closed"
+    model = await lab.load("Closing", {**STRINGS, **parameters(trace=str(trace))}, instances=2)
+    await model.close()
+    assert sorted(trace.read_text().split()) == ["m_0_0", "m_0_1"]
+
+
+async def test_leaving_the_pool_ends_all_processes(make_lab):
+    async with make_lab() as lab:
+        model = await lab.load("Misbehaving", STRINGS)
+        batch = Batch(command("hang"), rows=[1])
+        model.instances[0].execute(batch)
+        (pid,) = model.pids
+        zygotes = children_of(os.getpid())
+    assert not is_alive(pid)
+    assert zygotes
+    assert not any(map(is_alive, zygotes))
+    await batch.ended()
+
+
+def children_of(pid):
+    return [
+        int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
+    ]
+
+
+async def test_the_end_of_the_server_is_the_end_of_its_hosts(tmp_path):
+    """Also when it is killed, and a model is busy."""
+    program = tmp_path / "server.py"
+    program.write_text(
+        f"""
+import asyncio, os, signal, sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from instance_lab import Batch, Lab
+from test_hosts import STRINGS, children_of, command
+from naiad.instances.hosts import Hosts
+
+async def main():
+    async with Hosts(on_log=print, on_call=None) as hosts:
+        model = await Lab(hosts, []).load("Misbehaving", STRINGS)
+        model.instances[0].execute(Batch(command("hang"), rows=[1]))
+        print(*model.pids, *children_of(os.getpid()), flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+asyncio.run(main())
+"""
+    )
+    process = await asyncio.create_subprocess_exec(sys.executable, str(program), stdout=asyncio.subprocess.PIPE)
+    line = await process.stdout.readline()
+    pids = [int(word) for word in line.split()]
+    assert len(pids) == 2
+    await process.wait()
+    await until(lambda: not any(map(is_alive, pids)))
+
+
+async def test_a_dead_zygote_is_replaced_and_its_hosts_live_on(lab):
+    model = await lab.load("Misbehaving", STRINGS)
+    (zygote,) = children_of(os.getpid())
+    os.kill(zygote, signal.SIGKILL)
+    await until(lambda: not is_alive(zygote))
+    assert output(await say(model.instances[0], "hello")) == b"hello"
+    other = await lab.load("Misbehaving", STRINGS, name="other")
+    assert output(await say(other.instances[0], "hello")) == b"hello"
+    error = await say(model.instances[0], "exit 1")
+    assert "its host process ended; it is being restarted" in error.message
+    await available(model.instances[0])
+    assert output(await say(model.instances[0], "hello")) == b"hello"
+
+
+async def test_signals_of_a_terminal_leave_zygotes_and_hosts_alone(lab):
+    model = await lab.load("Misbehaving", STRINGS)
+    for number in signal.SIGINT, signal.SIGTERM:
+        os.kill(*model.pids, number)
+        os.kill(*children_of(os.getpid()), number)
+    assert output(await say(model.instances[0], "hello")) == b"hello"
+    other = await lab.load("Misbehaving", STRINGS, name="other")
+    assert output(await say(other.instances[0], "hello")) == b"hello"
+    assert model.restarts == 0
+
+
+async def test_a_process_per_instance_where_the_backend_wants_it(lab):
+    model = await lab.load("Processes", STRINGS, instances=2)
+    answers = [output(await say(instance, "who")).split() for instance in model.instances]
+    assert {int(pid) for pid, _ in answers} == set(model.pids)
+    assert len(model.pids) == 2
+    assert {is_main_thread for _, is_main_thread in answers} == {b"True"}
+    await say(model.instances[0], "exit 1")
+    assert output(await say(model.instances[1], "hello")) == b"hello"
+    await available(model.instances[0])
+    assert output(await say(model.instances[0], "hello")) == b"hello"
+    await model.close()
+
+
+async def test_models_of_a_backend_can_share_a_host(make_lab):
+    async with make_lab(isolation="backend") as lab:
+        a = await lab.load("Misbehaving", STRINGS, name="a")
+        b = await lab.load("Misbehaving", STRINGS, name="b")
+        assert a.pids == b.pids
+        await a.close()
+        assert output(await say(b.instances[0], "hello")) == b"hello"
+        await say(b.instances[0], "exit 1")
+        await available(b.instances[0])
+        c = await lab.load("Misbehaving", STRINGS, name="c")
+        assert c.pids == b.pids
+        await b.close()
+        await c.close()
+        d = await lab.load("Misbehaving", STRINGS, name="d")
+        assert output(await say(d.instances[0], "hello")) == b"hello"
+
+
+async def test_models_of_one_host_parameter_share_a_host_and_its_fate(lab):
+    a = await lab.load("Misbehaving", STRINGS, name="a", NAIAD_HOST="gpu0")
+    b = await lab.load("Misbehaving", STRINGS, name="b", NAIAD_HOST="gpu0")
+    c = await lab.load("Misbehaving", STRINGS, name="c")
+    assert a.pids == b.pids != c.pids
+    batch = Batch(command("hang"), rows=[1])
+    b.instances[0].execute(batch)
+    await say(a.instances[0], "exit 1")
+    await batch.ended()
+    for model in a, b:
+        await available(model.instances[0])
+        assert output(await say(model.instances[0], "hello")) == b"hello"
+    assert a.pids == b.pids
+
+
+async def test_a_crash_while_loading_fails_the_load_and_nothing_else(lab, tmp_path):
+    model = await lab.open("Identity")
+    with pytest.raises(Unavailable, match=r"^host process 'm' exited with code 9$"):
+        await model.load({**STRINGS, **parameters(crash_on_load_if=str(tmp_path))}, [InstanceContext("i", "KIND_CPU")])
+    await model.close()
+    assert model.pids == []
+
+
+async def test_an_unknown_backend_is_named(both):
+    with pytest.raises(NotFound) as caught:
+        await both.open("", reference="no_such_backend")
+    assert caught.value.message == (
+        "unable to find backend library for backend 'test', try specifying runtime on the model configuration."
+    )
+
+
+async def test_a_missing_framework_is_named_with_what_installs_it(both):
+    with pytest.raises(InvalidArgument) as caught:
+        await both.open("MissingModule")
+    assert caught.value.message == (
+        "backend 'test' needs the Python module 'surely_not_installed': install it with pip install 'naiad[sure]'"
+    )
+
+
+async def test_hosts_are_named_for_ps(lab):
+    model = await lab.load("Identity", config(), name="add_sub")
+    with open(f"/proc/{model.pids[0]}/comm") as name:  # noqa: ASYNC230 - no disk
+        assert name.read() == "naiad:add_sub\n"
+
+
+async def test_hosts_have_the_environment_and_threads_of_the_user(make_lab, monkeypatch):
+    for value in "unset", "3":
+        if value == "unset":
+            monkeypatch.delenv("OPENBLAS_NUM_THREADS", raising=False)
+        else:
+            monkeypatch.setenv("OPENBLAS_NUM_THREADS", value)
+        async with make_lab() as lab:
+            model = await lab.load("Misbehaving", STRINGS)
+            assert output(await say(model.instances[0], "environment OPENBLAS_NUM_THREADS")) == value.encode()
+            threads = int(output(await say(model.instances[0], "blas_threads")))
+            assert threads == (len(os.sched_getaffinity(0)) if value == "unset" else 3)
+
+
+async def test_nothing_is_left_behind_by_models_that_come_and_go(lab):
+    def state():
+        gc.collect()
+        fds = len(os.listdir("/proc/self/fd"))
+        mapped = sum("naiad" in line for line in Path("/proc/self/maps").read_text().splitlines())
+        return fds, mapped, len(asyncio.all_tasks()), len(os.listdir("/proc/self/task"))
+
+    async def round_trip():
+        model = await lab.load("Misbehaving", STRINGS)
+        await say(model.instances[0], "hello")
+        await model.close()
+
+    await round_trip()
+    before = state()
+    for _ in range(50):
+        await round_trip()
+    assert state() == before
+    assert children_of(children_of(os.getpid())[0]) == []
