@@ -68,11 +68,14 @@ def _with_unreadable(seen: Snapshot, current: Snapshot) -> Snapshot:
         for name, places in current.duplicates.items()
         if any(str(place.parent) in seen.failures for place in places)
     }
-    models = {name: model for name, model in seen.models.items() if name not in duplicates}
-    for name, model in current.models.items():
-        if model.repository in seen.failures and name not in seen.duplicates:
-            models[name] = model
-    return Snapshot(dict(sorted(models.items())), {**seen.duplicates, **duplicates}, seen.failures)
+    readable = {name: model for name, model in seen.models.items() if name not in duplicates}
+    unreadable = {
+        name: model
+        for name, model in current.models.items()
+        if model.repository in seen.failures and name not in seen.duplicates
+    }
+    models = dict(sorted({**readable, **unreadable}.items()))
+    return Snapshot(models, {**seen.duplicates, **duplicates}, seen.failures)
 
 
 async def changes(

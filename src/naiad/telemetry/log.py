@@ -1,6 +1,6 @@
 """The server's log, in Triton's formats, and its settings that clients can read and change.
 
-One `Log` per process; `log` below is the server's. Lines go to stdout (info) or stderr (warnings, errors), or all to
+A server has one `Log`. Lines go to stdout (info) or stderr (warnings, errors), or all to
 a file. Called on the event loop, and by library threads through `bridge`; a line is one write. Nothing on the way
 of a request logs; who logs verbosely asks `log.verbose_level` first.
 """
@@ -222,6 +222,3 @@ def bridge(log: Log, logger: logging.Logger | None = None) -> None:
     for handler in [handler for handler in target.handlers if isinstance(handler, _Bridge)]:
         target.removeHandler(handler)
     target.addHandler(_Bridge(log))
-
-
-log = Log()
