@@ -38,6 +38,14 @@ class MetricsSettings:
             quantiles=tuple(q for q, _ in parse_quantiles(given.get("summary_quantiles", _DEFAULT_QUANTILES))),
         )
 
+    def infer_statistics(self) -> InferStatistics:
+        """The statistics a new model version should be given: able to tell quantiles where they are wanted."""
+        if not self.summary_latencies:
+            return InferStatistics()
+        observed = {name: ObservedDuration() for name in ("success", "queue", "cache_hit", "cache_miss")}
+        compute = {name: ObservedDuration() for name in ("compute_input", "compute_infer", "compute_output")}
+        return InferStatistics(**observed, **compute)
+
 
 @dataclass(frozen=True, slots=True)
 class ModelSeries:
@@ -180,14 +188,6 @@ class Metrics:
     def add_source(self, source: Callable[[], Iterable[Family]]) -> None:
         """Adds families, asked for at each scrape, behind those of the models."""
         self._sources.append(source)
-
-    def infer_statistics(self) -> InferStatistics:
-        """The statistics a new model version should be given: able to tell quantiles where they are wanted."""
-        if not self._settings.summary_latencies:
-            return InferStatistics()
-        observed = {name: ObservedDuration() for name in ("success", "queue", "cache_hit", "cache_miss")}
-        compute = {name: ObservedDuration() for name in ("compute_input", "compute_infer", "compute_output")}
-        return InferStatistics(**observed, **compute)
 
     async def scrape(self) -> bytes:
         """The text of all metrics. Measures the machine first, in a thread, if the last time was an interval ago."""

@@ -162,7 +162,7 @@ def test_counter_latencies_can_be_off():
 
 def test_summaries():
     metrics = Metrics(lambda: models, SUMMARIES)
-    models = [ModelSeries(used(infer=metrics.infer_statistics()))]
+    models = [ModelSeries(used(infer=SUMMARIES.infer_statistics()))]
     text = metrics.render().decode()
     assert (
         "# HELP nv_inference_request_summary_us Summary of inference request duration in microseconds "
@@ -180,14 +180,14 @@ def test_summaries():
 
 
 def test_summaries_of_models_with_a_cache_are_those_of_the_cache_instead_of_all_requests():
-    metrics = Metrics(lambda: [ModelSeries(used(infer=metrics.infer_statistics()), cached=True)], SUMMARIES)
+    metrics = Metrics(lambda: [ModelSeries(used(infer=SUMMARIES.infer_statistics()), cached=True)], SUMMARIES)
     text = metrics.render().decode()
     assert "nv_inference_request_summary_us" not in text
     assert 'nv_cache_hit_summary_per_model{model="m",version="1",quantile="0.5"} NaN' in text
 
 
 def test_quantiles_cost_nothing_when_they_are_off():
-    statistics = Metrics(list).infer_statistics()
+    statistics = MetricsSettings().infer_statistics()
     assert not isinstance(statistics.success, ObservedDuration)
 
 
