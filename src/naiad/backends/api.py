@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
+import msgspec
 import numpy.typing as npt
 
 from naiad.errors import NaiadError
@@ -112,12 +113,11 @@ class ArrayBackend(_Backend):
         raise NotImplementedError  # pragma: no cover - the contract
 
 
-@dataclass(frozen=True, slots=True)
-class BackendResponse:
+class BackendResponse(msgspec.Struct, frozen=True):
     """One answer of a RequestBackend to one request."""
 
     outputs: Mapping[str, Array]
-    parameters: Mapping[str, ParameterValue] = field(default_factory=dict)
+    parameters: Mapping[str, ParameterValue] = {}
 
 
 class BackendRequest(Protocol):

@@ -22,12 +22,12 @@ _TAKEN = frozenset(datatype.numpy for datatype in DataType)
 class Tensor:
     """A named tensor. `numpy_array` is kept, not copied, unless it is not in C order."""
 
-    # `_array` is None for a tensor on a device, which `_device` holds.
+    # `_array` is None for a tensor on a device, which `_device` holds; others have no `_device`.
     __slots__ = ("_array", "_device", "_name")
 
     _name: str
     _array: Array | None
-    _device: dlpack.DeviceTensor | None
+    _device: dlpack.DeviceTensor
 
     def __init__(self, name: str, numpy_array: Array) -> None:
         if not name:
@@ -42,7 +42,6 @@ class Tensor:
                 numpy_array = numpy_array.astype(dtype.newbyteorder("="))
         self._name = name
         self._array = numpy_array if numpy_array.flags.c_contiguous else np.ascontiguousarray(numpy_array)
-        self._device = None
 
     def name(self) -> str:
         return self._name
@@ -59,11 +58,11 @@ class Tensor:
         return array
 
     def shape(self) -> list[int]:
-        return list(self._array.shape if self._array is not None else self._on_device().shape)
+        return list(self._array.shape if self._array is not None else self._device.shape)
 
     def triton_dtype(self) -> int:
         """The number of the data type, as in model_config.proto."""
-        datatype = datatypes.from_numpy(self._array.dtype if self._array is not None else self._on_device().dtype)
+        datatype = datatypes.from_numpy(self._array.dtype if self._array is not None else self._device.dtype)
         assert datatype is not None
         return datatype.number
 
@@ -73,7 +72,7 @@ class Tensor:
     def to_dlpack(self) -> Any:
         """A DLPack capsule of the same memory."""
         if self._array is None:
-            return self._on_device().capsule()
+            return self._device.capsule()
         if self._array.dtype.kind in "SUO":
             raise TritonModelException("DLPack does not have support for string tensors.")
         return dlpack.from_array(self._array)
@@ -82,7 +81,7 @@ class Tensor:
         return self.to_dlpack()
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        return (dlpack.CPU, 0) if self._array is not None else self._on_device().device
+        return (dlpack.CPU, 0) if self._array is not None else self._device.device
 
     @staticmethod
     def from_dlpack(name: str, tensor: Any) -> "Tensor":
@@ -91,17 +90,13 @@ class Tensor:
             raise TritonModelException(_EMPTY_NAME)
         self = Tensor.__new__(Tensor)
         self._name = name
-        self._array = self._device = None
         taken = dlpack.take(tensor)
         if isinstance(taken, dlpack.DeviceTensor):
+            self._array = None
             self._device = taken
         else:
             self._array = taken
         return self
-
-    def _on_device(self) -> dlpack.DeviceTensor:
-        assert self._device is not None
-        return self._device
 
     def __repr__(self) -> str:
         return f"<Tensor {self._name} {self.shape()}>"
@@ -112,11 +107,10 @@ def of_array(name: str, array: Array) -> Tensor:
     tensor = Tensor.__new__(Tensor)
     tensor._name = name
     tensor._array = array
-    tensor._device = None
     return tensor
 
 
 def host_array(tensor: Tensor) -> Array:
     """The values of a tensor as an array, copied from the GPU where they are there."""
     array = tensor._array
-    return array if array is not None else tensor._on_device().to_host()
+    return array if array is not None else tensor._device.to_host()
