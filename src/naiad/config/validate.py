@@ -314,9 +314,10 @@ def scheduling_problems(config: Proto) -> Iterator[str]:
     seen: set[str] = set()
     for state in config.sequence_batching.state:
         label = state.input_name
-        if label in seen:
-            yield f"State input name '{label}' specified more than once."
-        seen.add(label)
+        if state.initial_state:
+            if label in seen:
+                yield f"State input name '{label}' specified more than once."
+            seen.add(label)
         if state.data_type not in BY_NUMBER:
             yield f"state '{label}' must specify 'data_type' for {name}"
         if len(state.initial_state) > 1:
@@ -326,11 +327,16 @@ def scheduling_problems(config: Proto) -> Iterator[str]:
             )
         for initial in state.initial_state:
             yield from _initial_state_problems(state, initial)
+    expected = {io.name: BY_NUMBER[io.data_type].name for io in config.input if io.data_type in BY_NUMBER}
     for sample in config.model_warmup:
         for key in sorted(sample.inputs):
             value = sample.inputs[key]
             if value.data_type not in BY_NUMBER:
-                yield f"warmup setting must specify 'data_type' for input '{key}' of sample '{sample.name}' for {name}"
+                # The words of the request that the sample would become.
+                yield (
+                    f"[request id: <id_unknown>] inference input '{key}' data-type is '<invalid>', but model '{name}' "
+                    f"expects '{expected.get(key, 'no such input')}'"
+                )
             if any(dim < 0 for dim in value.dims):
                 yield f"warmup setting expects all variable-size dimensions are specified for input '{key}'"
 
@@ -386,15 +392,6 @@ def instance_group_problems(config: Proto, gpus: Sequence[int]) -> Iterator[str]
                         f"{subject} and platform {config.platform} specifies invalid profile {profile}. The field "
                         "should contain the string representation of a non-negative integer."
                     )
-        resources: dict[str, set[bool]] = {}
-        for resource in group.rate_limiter.resources:
-            resources.setdefault(resource.name, set()).add(getattr(resource, "global"))
-        for name, scopes in resources.items():
-            if len(scopes) > 1:
-                yield (
-                    f'Resource "{name}" is present as both global and device-specific resource in the model '
-                    "configuration."
-                )
 
 
 # -- ensembles ---------------------------------------------------------------------------------------------------

@@ -325,12 +325,19 @@ def _state(body: str) -> str:
         ),
         (
             'name: "m" sequence_batching { state { input_name: "S" data_type: TYPE_FP32 } state { input_name: "S" } }',
-            ["State input name 'S' specified more than once.", "state 'S' must specify 'data_type' for m"],
+            ["state 'S' must specify 'data_type' for m"],
         ),
         (
-            'name: "m" model_warmup { name: "w" inputs { key: "X" value { dims: -1 } } }',
+            'name: "m" sequence_batching { state { input_name: "S" data_type: TYPE_FP32 initial_state { name: "i" '
+            'data_type: TYPE_FP32 } } state { input_name: "S" data_type: TYPE_FP32 initial_state { name: "j" '
+            "data_type: TYPE_FP32 } } }",
+            ["State input name 'S' specified more than once."],
+        ),
+        (
+            'name: "m" input { name: "X" data_type: TYPE_FP32 dims: -1 } '
+            'model_warmup { name: "w" inputs { key: "X" value { dims: -1 } } }',
             [
-                "warmup setting must specify 'data_type' for input 'X' of sample 'w' for m",
+                "[request id: <id_unknown>] inference input 'X' data-type is '<invalid>', but model 'm' expects 'FP32'",
                 "warmup setting expects all variable-size dimensions are specified for input 'X'",
             ],
         ),
@@ -385,11 +392,6 @@ def _group(body: str, rest: str = "") -> str:
                 "instance group g of model m and platform tensorrt_plan specifies invalid profile x. The field should "
                 "contain the string representation of a non-negative integer."
             ],
-        ),
-        (
-            _group('kind: KIND_CPU rate_limiter { resources { name: "R" global: true } resources { name: "R" } }'),
-            [],
-            ['Resource "R" is present as both global and device-specific resource in the model configuration.'],
         ),
         ("ensemble_scheduling { }", [], []),
     ],
