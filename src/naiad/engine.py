@@ -7,8 +7,6 @@ import asyncio
 import time
 from collections.abc import Mapping
 
-import msgspec
-
 from naiad import __version__
 from naiad.config.model_config import ModelConfig
 from naiad.errors import InvalidArgument, NaiadError, Unavailable
@@ -22,6 +20,7 @@ from naiad.messages import (
     Result,
     ServerMetadata,
 )
+from naiad.models.check import BrokenContents
 from naiad.models.manager import ModelManager
 from naiad.models.model import Model
 from naiad.scheduling.scheduler import Call
@@ -90,9 +89,13 @@ class Engine:
         """Checks a request and submits it. Raises NaiadError for a request that is refused at once; everything later
         goes to `sink`."""
         model = self._manager.lookup(request.model_name, request.model_version)
-        request, rows, signature = model.check(request)
-        if model.reshape_outputs is not None:
-            sink = _Reshaping(sink, model)
+        try:
+            request, rows, signature = model.check(request)
+        except BrokenContents as error:
+            model.lease()
+            call = Call(request, 1, None, sink, model, model.scheduler)
+            call.fail(InvalidArgument(error.message), "BACKEND")
+            return call
         model.lease()
         call = Call(request, rows, signature, sink, model, model.scheduler)
         try:
@@ -152,21 +155,6 @@ class Engine:
 
     async def unload(self, name: str, unload_dependents: bool = False) -> None:
         await self._manager.unload(name, unload_dependents)
-
-
-class _Reshaping:
-    """Puts outputs into the configured shapes before they reach the sink."""
-
-    __slots__ = ("_model", "_sink")
-
-    def __init__(self, sink: ResponseSink, model: Model) -> None:
-        self._sink = sink
-        self._model = model
-
-    def send(self, result: Result | None, final: bool) -> None:
-        if isinstance(result, InferResponse) and self._model.reshape_outputs is not None:
-            result = msgspec.structs.replace(result, outputs=self._model.reshape_outputs(result.outputs))
-        self._sink.send(result, final)
 
 
 class _Single:

@@ -117,7 +117,7 @@ class Batches:
         self.executing = 0
         if batch.unanswered is not None and not batch.unanswered:
             del self._open[number]
-        execution.complete(ComputeTimes(*times))
+        execution.complete(ComputeTimes(*times), results.failure is None)
         return True
 
     def _deliver_responses(self, batch: _OpenBatch, responses: Sequence[Response], region: memoryview) -> None:

@@ -6,7 +6,6 @@ it keeps inputs in a hash map that is walked newest first; so do the loops here.
 """
 
 import struct
-from collections.abc import Callable, Mapping
 
 from naiad.config.model_config import ModelConfig, TensorConfig
 from naiad.datatypes import Buffer, DataType
@@ -21,16 +20,20 @@ _BATCH_NOTE = (
 )
 
 
+class BrokenContents(InvalidArgument):
+    """The elements of a BYTES tensor do not fit its bytes. In Triton it is the model's execution that finds this, so
+    it is answered as an error of the model."""
+
+
 class _Input:
     """What one configured input demands, with what can be computed ahead."""
 
-    __slots__ = ("datatype", "dims", "fixed_byte_size", "name", "ragged", "reshape", "variable")
+    __slots__ = ("datatype", "dims", "fixed_byte_size", "name", "ragged", "variable")
 
     def __init__(self, config: TensorConfig) -> None:
         self.name = config.name
         self.datatype = config.datatype
         self.dims = config.dims
-        self.reshape = config.reshape
         self.ragged = config.ragged
         self.variable = -1 in config.dims
         #: Bytes of one row; 0 where shape or elements have no fixed size.
@@ -47,14 +50,13 @@ class RequestCheck:
         self._order = tuple(config.inputs)
         self._outputs = frozenset(config.outputs)
         self._required = config.required_inputs
-        self._reshapes = any(tensor.reshape is not None for tensor in config.inputs.values())
         #: Requests of a model whose inputs are all required and of fixed shape may always share a batch.
         self._uniform = len(self._required) == len(self._order) and not any(
             spec.variable and not spec.ragged for spec in self._inputs.values()
         )
 
     def __call__(self, request: InferRequest) -> tuple[InferRequest, int, object]:
-        """(the request with its inputs in configured order and in the model's own shapes, rows, batching signature).
+        """(the request with its inputs in configured order, rows, batching signature).
 
         Raises InvalidArgument.
         """
@@ -84,8 +86,6 @@ class RequestCheck:
             signature = tuple(
                 [(tensor.name, None if self._inputs[tensor.name].ragged else tensor.shape[1:]) for tensor in inputs]
             )
-        if self._reshapes:
-            inputs = tuple([self._reshaped(tensor) for tensor in inputs])
         if inputs is not request.inputs:
             request = InferRequest(
                 request.model_name,
@@ -181,48 +181,6 @@ class RequestCheck:
                 f"{expected}, got {size}"
             )
 
-    def _reshaped(self, tensor: Tensor) -> Tensor:
-        reshape = self._inputs[tensor.name].reshape
-        if reshape is None:
-            return tensor
-        dims = tensor.shape[1:] if self._max_batch_size else tensor.shape
-        shape = reshaped(dims, self._inputs[tensor.name].dims, reshape)
-        return Tensor(
-            tensor.name, tensor.datatype, (tensor.shape[0], *shape) if self._max_batch_size else shape, tensor.data
-        )
-
-
-def reshaped(dims: tuple[int, ...], given: tuple[int, ...], wanted: tuple[int, ...]) -> tuple[int, ...]:
-    """`dims`, which match the configured `given`, in the configured shape `wanted`: the -1s are paired in order.
-
-    >>> reshaped((4, 7), (4, -1), (2, 2, -1))
-    (2, 2, 7)
-    """
-    variable = iter([extent for extent, configured in zip(dims, given, strict=True) if configured == -1])
-    return tuple([next(variable) if extent == -1 else extent for extent in wanted])
-
-
-def output_reshape(config: ModelConfig) -> Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]] | None:
-    """Puts a model's outputs into the shapes of the configuration; None where no output has a `reshape`."""
-    specs: Mapping[str, TensorConfig] = {
-        name: tensor for name, tensor in config.outputs.items() if tensor.reshape is not None
-    }
-    if not specs:
-        return None
-    batching = config.max_batch_size > 0
-
-    def put(tensor: Tensor) -> Tensor:
-        spec = specs.get(tensor.name)
-        if spec is None or spec.reshape is None:
-            return tensor
-        dims = tensor.shape[1:] if batching else tensor.shape
-        if len(dims) != len(spec.reshape):
-            return tensor
-        shape = reshaped(dims, spec.reshape, spec.dims)
-        return Tensor(tensor.name, tensor.datatype, (tensor.shape[0], *shape) if batching else shape, tensor.data)
-
-    return lambda tensors: tuple([put(tensor) for tensor in tensors])
-
 
 def _check_bytes(request: InferRequest, tensor: Tensor, expected: int, model: str) -> None:
     """Walks the length prefixes of a BYTES tensor."""
@@ -231,21 +189,21 @@ def _check_bytes(request: InferRequest, tensor: Tensor, expected: int, model: st
     at = count = 0
     unpack = _LENGTH.unpack_from
     while at < end:
-        if count >= expected:
-            raise InvalidArgument(
-                f"{_id(request)}unexpected number of string elements {count + 1} for inference input '{tensor.name}' "
-                f"for model '{model}', expecting {expected}"
-            )
         if end - at < 4:
             raise InvalidArgument(
                 f"{_id(request)}incomplete string length indicator for inference input '{tensor.name}' for model "
                 f"'{model}', expecting 4 bytes but only {end - at} bytes available. Please make sure the string length "
                 "indicator is in one buffer."
             )
+        if count >= expected:
+            raise InvalidArgument(
+                f"{_id(request)}unexpected number of string elements {count + 1} for inference input '{tensor.name}' "
+                f"for model '{model}', expecting {expected}"
+            )
         (length,) = unpack(data, at)
         at += 4
         if length > end - at:
-            raise InvalidArgument(
+            raise BrokenContents(
                 f"incomplete string data for inference input '{tensor.name}', expecting string of length {length} but "
                 f"only {end - at} bytes available"
             )

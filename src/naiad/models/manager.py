@@ -75,6 +75,7 @@ class Sources(Protocol):
     """Reads repositories and configurations, away from the loop."""
 
     async def scan(self, only: list[str] | None = None) -> Snapshot: ...
+    async def names(self) -> Mapping[str, int]: ...
     async def read(self, directory: ModelDirectory, override: str | None = None) -> Source: ...
     async def materialise(self, name: str, parameters: Mapping[str, str | bytes]) -> Source: ...
     async def discard(self, source: Source) -> None: ...
@@ -203,21 +204,15 @@ class ModelManager:
         )
 
     async def index(self, ready: bool = False) -> list[IndexEntry]:
-        """Every model of the repositories and every one that was ever loaded, with the states of its versions."""
-        names = set(self._records)
-        if not ready:
-            snapshot = await self._sources.scan()
-            if self.mode == "poll":
-                names = {name for name in names if self._records[name].source or self._records[name].models}
-            names |= set(snapshot.models) | set(snapshot.duplicates)
-            duplicates = set(snapshot.duplicates)
-        else:
-            duplicates = set()
+        """The models in the repositories, with the states of their versions; not those that came with a load request
+        or whose folder is gone, which Triton does not list either."""
+        places = await self._sources.names()
         entries: list[IndexEntry] = []
-        for name in sorted(names):
-            if name in duplicates:
-                reason = "model appears in two or more repositories"
-                entries.append(IndexEntry(name, state="UNAVAILABLE", reason=reason))
+        for name in sorted(places):
+            if places[name] > 1:
+                if not ready:
+                    reason = "model appears in two or more repositories"
+                    entries.append(IndexEntry(name, state="UNAVAILABLE", reason=reason))
                 continue
             record = self._records.get(name)
             shown = False
@@ -463,13 +458,17 @@ class ModelManager:
                 elif isinstance(result, NaiadError):
                     errors[version] = result
                 else:
-                    raise result
+                    self._log.exception(f"loading '{record.name}' version {version} failed", result)
+                    errors[version] = Internal(f"{result!r}. This is a bug.")
+            if errors and source.draft.is_ensemble:
+                raise next(iter(errors.values()))
             if errors:
-                details = "".join(
-                    f"version {version} is at UNAVAILABLE state: {with_kind(error)};\n"
-                    for version, error in errors.items()
+                raise InvalidArgument(
+                    "".join(
+                        f"version {version} is at UNAVAILABLE state: {with_kind(error)};\n"
+                        for version, error in errors.items()
+                    )
                 )
-                raise InvalidArgument(f"load failed for model '{record.name}': {details}")
         except Exception as error:
             self._update_failed(record, generation, versions, loaded, errors, error)
         else:
@@ -499,7 +498,7 @@ class ModelManager:
         record.loading = None
         record.failed = generation
         if isinstance(error, NaiadError):
-            record.error = error
+            record.error = _load_failed(record.name, error.message)
         else:
             record.error = Internal(f"load failed for model '{record.name}': {error!r}. This is a bug.")
             self._log.exception(f"loading model '{record.name}' failed", error)
@@ -548,7 +547,7 @@ class ModelManager:
         unknown: list[str] = []
         for name in unavailable:
             member = self._records.get(name)
-            if member is None or member.source is None:
+            if member is None or member.source is None or isinstance(member.source.draft, NaiadError):
                 unknown.append(name)
             elif member.error is not None:
                 reasons.append(
@@ -560,13 +559,13 @@ class ModelManager:
         if unknown:
             text = f"ensemble {record.name} contains models that are not available or ambiguous: {', '.join(unknown)}"
             reasons.insert(0, text)
-        error = InvalidArgument("; ".join(reasons))
-        self._retire(record, error.message)
+        reason = "; ".join(reasons)
+        self._retire(record, reason)
         record.blocked = True
-        record.error = error
+        record.error = _load_failed(record.name, reason)
         for version in record.source.directory.versions if record.source else ():
-            record.states.setdefault(version, ("UNAVAILABLE", error.message))
-        self._log.error(f"failed to load '{record.name}': {error.message}")
+            record.states.setdefault(version, ("UNAVAILABLE", reason))
+        self._log.error(f"failed to load '{record.name}': {reason}")
 
     def _retire(self, record: _Record, reason: str = "unloaded") -> None:
         models = record.models
@@ -619,6 +618,10 @@ class ModelManager:
         self._reconcile()
         while self._tasks:
             await asyncio.wait(self._tasks)
+
+
+def _load_failed(name: str, reason: str) -> InvalidArgument:
+    return InvalidArgument(f"load failed for model '{name}': {reason.rstrip()}\n")
 
 
 def _same_files(one: ModelDirectory, other: ModelDirectory) -> bool:

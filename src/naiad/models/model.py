@@ -12,7 +12,7 @@ from naiad.config.model_config import ModelConfig
 from naiad.errors import Unavailable
 from naiad.instances.instance import Instance
 from naiad.messages import ModelMetadata, ModelStatistics, TensorMetadata
-from naiad.models.check import RequestCheck, output_reshape
+from naiad.models.check import RequestCheck
 from naiad.scheduling.scheduler import Scheduler
 
 
@@ -45,7 +45,6 @@ class Model:
         self.labels = labels
         self.load_duration_s = load_duration_s
         self.check = RequestCheck(config)
-        self.reshape_outputs = output_reshape(config)
         self.metadata = metadata_of(config, version)
         self._hosted = hosted
         self._leases = 0

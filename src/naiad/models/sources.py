@@ -8,7 +8,7 @@ from naiad.config.read import read_draft
 from naiad.errors import Internal, NaiadError
 from naiad.models.manager import Source
 from naiad.repository.overrides import LoadOverride, parse_override, remove_override, write_override
-from naiad.repository.snapshot import ModelDirectory, Snapshot, scan
+from naiad.repository.snapshot import ModelDirectory, Snapshot, model_names, scan
 
 
 class RepositorySources:
@@ -22,6 +22,10 @@ class RepositorySources:
 
     async def scan(self, only: list[str] | None = None) -> Snapshot:
         return await asyncio.to_thread(scan, self.repositories, only)
+
+    async def names(self) -> Mapping[str, int]:
+        """The model folders, and in how many repositories each is."""
+        return await asyncio.to_thread(model_names, self.repositories)
 
     async def read(self, directory: ModelDirectory, override: str | None = None) -> Source:
         return await asyncio.to_thread(self._read, directory, override, False)
