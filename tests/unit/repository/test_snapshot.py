@@ -5,7 +5,7 @@ import pytest
 from tritonclient.grpc import model_config_pb2
 
 from naiad.errors import InvalidArgument
-from naiad.repository.snapshot import Snapshot, scan, versions_for
+from naiad.repository.snapshot import Snapshot, model_names, scan, versions_for
 
 
 def write(path: Path, text: str = "x") -> Path:
@@ -100,6 +100,13 @@ def test_only_some_models(tmp_path):
         model(tmp_path, name, "1")
     assert list(scan([tmp_path], only=["a", "c", "nope"]).models) == ["a", "c"]
     assert scan([tmp_path / "missing"], only=["a"]).failures != {}
+
+
+def test_names_and_in_how_many_repositories_they_are(tmp_path):
+    model(tmp_path / "x", "m", "1")
+    model(tmp_path / "y", "m", "1")
+    model(tmp_path / "y", "other")
+    assert model_names([tmp_path / "x", tmp_path / "y", tmp_path / "y", tmp_path / "missing"]) == {"m": 2, "other": 1}
 
 
 def changed(tmp_path: Path, change) -> tuple[bool, bool]:
