@@ -5,6 +5,8 @@ from pathlib import Path
 
 import click
 
+from naiad.errors import NaiadError
+
 #: Backend -> the file of a model that the user has to bring.
 _FILES = {
     "onnxruntime": "model.onnx",
@@ -97,7 +99,10 @@ def command(directory: Path, example: bool, backend: str | None) -> None:
     else:
         from naiad.examples import write_example
 
-        write_example(directory)
+        try:
+            write_example(directory)
+        except NaiadError as error:
+            raise click.ClickException(error.message) from error
         click.echo(f"wrote the example model repository {directory}")
         repository = directory
     click.echo(f"serve it with: naiad serve --model-repository={repository}")

@@ -570,6 +570,9 @@ class TestOptions:
     def test_threads_are_the_cores_shared_by_the_instances(self, options: Any) -> None:
         assert options(instance_group=[{"kind": "KIND_CPU", "count": 2}]).intra_op_num_threads == 6
 
+    def test_threads_rest_between_batches(self, options: Any) -> None:
+        assert options().get_session_config_entry("session.force_spinning_stop") == "1"
+
     def test_parameters(self, options: Any) -> None:
         values = {
             "intra_op_thread_count": "3",
