@@ -126,14 +126,40 @@ def _enum(full_name: str) -> EnumDescriptor:
 
 
 def parse_json(text: str | bytes) -> Proto:
-    """The configuration in `text` (Triton's JSON form). Raises InvalidArgument."""
+    """The configuration in `text` (Triton's JSON form). Raises InvalidArgument.
+
+    As Triton does, it forgives trailing commas, single quotes and keys without quotes.
+    """
     try:
         document = orjson.loads(text)
     except orjson.JSONDecodeError as error:
-        raise InvalidArgument(f"the configuration is not JSON: {error}") from None
+        try:
+            document = orjson.loads(_strict_json(text))
+        except ValueError:
+            raise InvalidArgument(f"the configuration is not JSON: {error}") from None
     if not isinstance(document, dict):
         raise InvalidArgument(f"the configuration must be a JSON object, got {type(document).__name__}")
     return from_dict(document)
+
+
+_LOOSE_JSON = re.compile(
+    r"""(?P<string>"(?:[^"\\]|\\.)*")|'(?P<quoted>(?:[^'\\]|\\.)*)'|(?P<key>[A-Za-z_]\w*)(?=\s*:)|(?P<comma>,)(?=\s*[}\]])""",
+    re.DOTALL,
+)
+
+
+def _strict_json(text: str | bytes) -> str:
+    """`text` with double quotes around every string and key, and without trailing commas."""
+
+    def strict(found: re.Match[str]) -> str:
+        if found["quoted"] is not None:
+            inner = re.sub(r"\\.|\"", lambda part: {"\\'": "'", '"': '\\"'}.get(part[0], part[0]), found["quoted"])
+            return f'"{inner}"'
+        if found["key"] is not None:
+            return f'"{found["key"]}"'
+        return "" if found["comma"] else found[0]
+
+    return _LOOSE_JSON.sub(strict, text if isinstance(text, str) else text.decode())
 
 
 def from_dict(document: ConfigDict) -> Proto:
@@ -145,14 +171,15 @@ def from_dict(document: ConfigDict) -> Proto:
     try:
         json_format.ParseDict(_canonical(document, _ROOT, ""), message)
     except json_format.ParseError as error:
-        raise InvalidArgument(str(error)) from error
+        raise InvalidArgument(str(error).split("\n", 1)[0]) from error
     if problem := _unknown_enum(message):
         raise InvalidArgument(problem)
     return message
 
 
 def _canonical(value: Any, kind: Descriptor, path: str) -> Any:
-    """`value` with enumeration names in the spelling that protobuf's Python parser insists on."""
+    """`value` in the spelling that protobuf's Python parser insists on; its C++ parser, which Triton has, forgives
+    enumeration names in any case, one value for a list of one, and quoted booleans."""
     if not isinstance(value, dict):
         return value
     result: dict[str, Any] = {}
@@ -172,7 +199,8 @@ def _canonical_field(value: Any, field: FieldDescriptor, path: str) -> Any:
     if field.message_type is not None and field.message_type.GetOptions().map_entry and isinstance(value, dict):
         entry = field.message_type.fields_by_name["value"]
         return {key: _canonical_item(item, entry, f"{path}.{key}") for key, item in value.items()}
-    return _canonical_item(value, field, path)
+    item = _canonical_item(value, field, path)
+    return [item] if field.is_repeated and item is not None and not isinstance(item, list) else item
 
 
 def _canonical_item(value: Any, field: FieldDescriptor, path: str) -> Any:
@@ -184,6 +212,8 @@ def _canonical_item(value: Any, field: FieldDescriptor, path: str) -> Any:
             suggestion = _suggest(name, list(field.enum_type.values_by_name))
             raise InvalidArgument(f"{path}: {field.enum_type.name} has no value '{value}'{suggestion}")
         return name
+    if field.type == FieldDescriptor.TYPE_BOOL and value in ("true", "false"):
+        return value == "true"
     return value
 
 

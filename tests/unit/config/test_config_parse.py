@@ -93,8 +93,32 @@ def test_json_takes_numbers_and_strings_for_64_bits_and_any_case_for_enumeration
 
 
 @pytest.mark.parametrize(
+    ("text", "same_as"),
+    [
+        ('{"max_batch_size": 4,}', {"max_batch_size": 4}),
+        ('{"input": [{"name": "X",},],}', {"input": [{"name": "X"}]}),
+        ("{max_batch_size: 4, name : 'm'}", {"max_batch_size": 4, "name": "m"}),
+        (r"""{'name': 'it\'s "a\n,] b: '}""", {"name": "it's \"a\n,] b: "}),
+        (b"{'name': \"don't: ,}\"}", {"name": "don't: ,}"}),
+        ('{"max_batch_size": 4, "max_batch_size": 2}', {"max_batch_size": 2}),
+        ('{"max_batch_size": 1e1}', {"max_batch_size": 10}),
+        ('{"input": {"name": "X", "dims": 3}}', {"input": [{"name": "X", "dims": [3]}]}),
+        ('{"input": null, "dynamic_batching": null}', {}),
+        ('{"model_transaction_policy": {"decoupled": "true"}}', {"model_transaction_policy": {"decoupled": True}}),
+        ('{"response_cache": {"enable": "false"}}', {"response_cache": {"enable": False}}),
+    ],
+)
+def test_json_is_forgiven_what_triton_forgives(text: str | bytes, same_as: dict[str, Any]) -> None:
+    assert parse_json(text) == from_dict(same_as)
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
+        ('{"max_batch_size": 4 "name": "m"}', "the configuration is not JSON"),
+        ("{'name': 'm}", "the configuration is not JSON"),
+        (b"{'name': '\xff'}", "the configuration is not JSON"),
+        ('{"response_cache": {"enable": 1}}', "Failed to parse response_cache field"),
         ("max_batch_size: 2", "the configuration is not JSON"),
         ("", "the configuration is not JSON"),
         ("[]", "the configuration must be a JSON object, got list"),
@@ -117,7 +141,7 @@ def test_json_takes_numbers_and_strings_for_64_bits_and_any_case_for_enumeration
         ('{"dynamic_batching": {}, "sequence_batching": {}}', "should not have multiple"),
     ],
 )
-def test_a_mistake_in_the_json_is_refused(text: str, message: str) -> None:
+def test_a_mistake_in_the_json_is_refused(text: str | bytes, message: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
         parse_json(text)
     assert message in caught.value.message
