@@ -11,7 +11,7 @@ called in a thread.
 5. `read_labels` reads the label files.
 
 What 3 to 5 raise is text for the client; the caller puts it into "load failed for model 'X': version N is at
-UNAVAILABLE state: <kind>: <text>;\n". An ensemble has no step 3 worth the name, and `validate.resolve_ensemble`
+UNAVAILABLE state: <kind>: <text>;" and a line end. For an ensemble, leave out 3 and call `validate.resolve_ensemble`
 after 4, with the configurations of its models.
 """
 
