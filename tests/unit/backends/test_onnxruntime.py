@@ -638,6 +638,34 @@ class TestRun:
         assert results["after"].tolist() == [[2, 4, 6, 8]]
         assert results["y"].tolist() == [[True]]
 
+    def test_ragged_inputs_and_what_the_batcher_adds(self, load: Load) -> None:
+        """All elements of a batch in one row, and how many each request has; the answer is theirs to split."""
+        model = graph(
+            [
+                helper.make_node("Identity", ["counts"], ["copy"]),
+                helper.make_node("Unsqueeze", ["copy", "axis"], ["y"]),
+                helper.make_node("ReduceSum", ["x"], ["sum"], keepdims=1),
+            ],
+            {"x": (FLOAT, ("n",)), "counts": (FLOAT, ("batch",))},
+            {"y": (FLOAT, ("batch", 1)), "sum": (FLOAT, (1,))},
+            (helper.make_tensor("axis", INT64, [1], [1]),),
+        )
+        config = {
+            "max_batch_size": 4,
+            "input": [tensor("x", "TYPE_FP32", [-1], allow_ragged_batch=True)],
+            "output": [tensor("y", "TYPE_FP32", [1])],
+            "batch_input": [
+                {
+                    "kind": "BATCH_ELEMENT_COUNT",
+                    "target_name": ["counts"],
+                    "data_type": "TYPE_FP32",
+                    "source_input": ["x"],
+                }
+            ],
+        }
+        inputs = {"x": np.ones(5, np.float32), "counts": np.array([2, 3], np.float32)}
+        assert load(model, config).run(inputs, ["y"])["y"].tolist() == [[2], [3]]
+
     def test_memory_may_be_given_back_after_each_run(self, load: Load) -> None:
         parameters = {"memory.enable_memory_arena_shrinkage": {"string_value": "cpu:0"}}
         loaded = load(PLAIN, identity_config(parameters=parameters))
