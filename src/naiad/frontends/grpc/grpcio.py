@@ -37,13 +37,14 @@ class GrpcioServer:
         self._options = options
         self._target = target
         self._unary = unary
-        self._compression = grpc.Compression.Gzip if options.compression_level != "none" else None
         self._server: aio.Server | None = None
         self.port = 0
 
     async def start(self) -> None:
         """Listens. Raises OSError where the address cannot be bound, InvalidArgument for unusable TLS files."""
-        server = aio.server(options=_channel_arguments(self._options))
+        # For the whole server: `set_compression` of a call has no effect on unary calls of grpc.aio.
+        compression = None if self._options.compression_level == "none" else grpc.Compression.Gzip
+        server = aio.server(options=_channel_arguments(self._options), compression=compression)
         handlers: dict[str, dict[str, Any]] = {SERVICE: {}, HEALTH_SERVICE: {}}
         handlers[SERVICE]["ModelStreamInfer"] = grpc.stream_stream_rpc_method_handler(self._stream)
         if self._unary:
@@ -53,7 +54,9 @@ class GrpcioServer:
                 handlers[service][name] = grpc.unary_unary_rpc_method_handler(_unary(method))
         if self._options.reflection:
             _reflect(server)
-        services: list[Any] = [grpc.method_handlers_generic_handler(service, methods) for service, methods in handlers.items()]
+        services: list[Any] = [
+            grpc.method_handlers_generic_handler(service, methods) for service, methods in handlers.items()
+        ]
         unknown: Any = _UnknownMethods()
         server.add_generic_rpc_handlers((*services, unknown))
         try:
@@ -72,8 +75,6 @@ class GrpcioServer:
             await self._server.stop(grace_s)
 
     async def _infer(self, data: bytes, context: Context) -> bytes:
-        if self._compression is not None:
-            context.set_compression(self._compression)
         sink = _UnaryCall(asyncio.get_running_loop().create_future())
         try:
             call = self._servicer.infer(data, context.invocation_metadata() or (), context.peer(), sink)
@@ -93,8 +94,6 @@ class GrpcioServer:
         return answer
 
     async def _stream(self, requests: AsyncIterable[bytes], context: Context) -> None:
-        if self._compression is not None:
-            context.set_compression(self._compression)
         await serve_stream(self._servicer, requests, context)
 
 

@@ -49,11 +49,28 @@ class NativeServer:
 
     async def start(self) -> None:
         """Listens. Raises OSError where the address cannot be bound."""
-        options = self._options
         self._loop = asyncio.get_running_loop()
+        self._directory = tempfile.TemporaryDirectory(prefix="naiad-grpc-")
+        socket = f"{self._directory.name}/streams.sock"
+        self._behind = GrpcioServer(self._servicer, self._options, f"unix:{socket}", unary=False)
+        try:
+            await self._behind.start()
+            self._front = self._listen()
+        except BaseException:
+            await self._behind.stop(0)
+            self._directory.cleanup()
+            raise
+        self._front.set_fallback(socket)
+        self._front.start()
+        self.port = self._front.bound_port
+        self._thread = threading.Thread(target=self._wait_for_events, name="naiad-grpc-events", daemon=True)
+        self._thread.start()
+
+    def _listen(self) -> NativeGrpcFront:
+        options = self._options
         paths = [f"/{SERVICE}/ModelInfer", *self._servicer.methods]
         try:
-            front = NativeGrpcFront(
+            return NativeGrpcFront(
                 options.target,
                 [(path, False) for path in paths],
                 call_details=True,
@@ -64,16 +81,6 @@ class NativeServer:
             )
         except OSError as error:
             raise OSError(f"gRPC cannot listen at {options.target}: {error}") from error
-        self._front = front
-        self._directory = tempfile.TemporaryDirectory(prefix="naiad-grpc-")
-        socket = f"{self._directory.name}/streams.sock"
-        self._behind = GrpcioServer(self._servicer, options, f"unix:{socket}", unary=False)
-        await self._behind.start()
-        front.set_fallback(socket)
-        front.start()
-        self.port = front.bound_port
-        self._thread = threading.Thread(target=self._wait_for_events, name="naiad-grpc-events", daemon=True)
-        self._thread.start()
 
     async def stop(self, grace_s: float) -> None:
         """Refuses new calls, waits up to `grace_s` for those that run, then cancels them."""

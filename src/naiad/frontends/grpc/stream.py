@@ -95,6 +95,8 @@ class Stream:
             call.refuse(Internal(f"unexpected error: {error}"))
 
     def emit(self, call: "_StreamCall", message: bytes) -> None:
+        if self._failure is not None:
+            return
         if call.is_ordered and self._ordered[0] is not call:
             call.held.append(message)
         else:
