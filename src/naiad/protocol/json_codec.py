@@ -123,19 +123,34 @@ def decode_request(
     tail = memoryview(body)
     at = json_size
     inputs: list[Tensor] = []
-    for item in array_member(document, "inputs", "Unable to parse 'inputs': "):
-        given = item.get("parameters") if type(item) is dict else None
+    entries = document.get("inputs")
+    if type(entries) is not list:
+        entries = array_member(document, "inputs", "Unable to parse 'inputs': ")
+    for item in entries:
+        if type(item) is not dict:
+            item = {}
+        given = item.get("parameters")
         if given or "data" not in item:
             _check_source(item, given)
-        name = string_member(item, "name", "Unable to parse 'name': ")
-        datatype_name = string_member(item, "datatype", "Unable to parse 'datatype': ")
-        shape, count = _read_shape(name, array_member(item, "shape", "Unable to parse 'shape': "))
+        # The checks of these members take longer than their access does, and are done for what is wrong only.
+        name = item.get("name")
+        if type(name) is not str:
+            name = string_member(item, "name", "Unable to parse 'name': ")
+        datatype_name = item.get("datatype")
+        if type(datatype_name) is not str:
+            datatype_name = string_member(item, "datatype", "Unable to parse 'datatype': ")
+        extents = item.get("shape")
+        if type(extents) is not list:
+            extents = array_member(item, "shape", "Unable to parse 'shape': ")
+        shape, count = _read_shape(name, extents)
         datatype = BY_NAME.get(datatype_name)
         if datatype is None:
             raise InvalidArgument(f"invalid datatype for input {name}")
         data: Buffer
         if given and "binary_data_size" in given:
-            size = unsigned_member(given, "binary_data_size", "Unable to parse 'binary_data_size': ")
+            size = given["binary_data_size"]
+            if type(size) is not int or size < 0:
+                raise Internal(f"Unable to parse 'binary_data_size': {IS_UNSIGNED}")
             end = at + size
             if end > len(tail):
                 raise InvalidArgument(
@@ -283,12 +298,13 @@ def parameter_value(key: str, value: Any) -> ParameterValue:
     raise InvalidArgument(f"parameter '{key}' has invalid type. It should be either 'int', 'bool', or 'string'.")
 
 
-def _check_source(item: Any, given: Any) -> None:
+def _check_source(item: dict[str, Any], given: Any) -> None:
     """Exactly one of the three places that data can be in must be given."""
-    found = ["data"] if type(item) is dict and "data" in item else []
-    if type(given) is dict:
+    if type(given) is not dict:
+        given = {}
+    if ("data" in item) + ("binary_data_size" in given) + ("shared_memory_region" in given) != 1:
+        found = ["data"] if "data" in item else []
         found += [key for key in ("binary_data_size", "shared_memory_region") if key in given]
-    if len(found) != 1:
         what = f"But set {' '.join(repr(key) for key in found)}" if found else "But no field is set"
         raise InvalidArgument(
             "Input must set only one of the following fields: 'data', 'binary_data_size' in 'parameters', "
@@ -303,7 +319,7 @@ def _read_shape(name: str, extents: list[Any]) -> tuple[tuple[int, ...], int]:
         if type(extent) is not int or extent < 0:
             raise Internal(f"Unable to parse 'shape': {IS_UNSIGNED}")
         count *= extent
-    if count > _LARGEST_COUNT or any(extent > _LARGEST_COUNT for extent in extents):
+    if count > _LARGEST_COUNT or (count == 0 and any(extent > _LARGEST_COUNT for extent in extents)):
         shape = ",".join(map(str, extents))
         raise InvalidArgument(
             f"invalid shape for input '{name}': shape [{shape}] causes total element count to exceed maximum size of "

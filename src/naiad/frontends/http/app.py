@@ -62,10 +62,6 @@ class HttpFrontend:
     def bound_port(self) -> int:
         return self._listener.bound_port
 
-    def set_grace_s(self, grace_s: float) -> None:
-        """How long leaving waits for requests in flight."""
-        self._listener.grace_s = grace_s
-
     async def __aenter__(self) -> Self:
         await self._listener.__aenter__()
         return self

@@ -63,7 +63,7 @@ class Listener:
         self._address = address
         self._port = port
         self._reuse_port = reuse_port
-        self.grace_s = grace_s
+        self._grace_s = grace_s
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
         self.bound_port = 0
@@ -83,7 +83,7 @@ class Listener:
         assert self._serving is not None
         self._server.stop()  # type: ignore[no-untyped-call]
         try:
-            await asyncio.wait_for(asyncio.shield(self._serving), self.grace_s)
+            await asyncio.wait_for(asyncio.shield(self._serving), self._grace_s)
         except TimeoutError:
             self._serving.cancel()
 

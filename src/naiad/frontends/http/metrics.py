@@ -1,11 +1,14 @@
 """The metrics port: a listener of its own that renders the metrics on GET. On the event loop."""
 
+import logging
 from collections.abc import Awaitable, Callable
 from typing import Self
 
 from naiad.frontends.http.listener import Listener
 from naiad.frontends.http.replies import PLAIN, Headers, HttpProtocol, Scope
 from naiad.protocol.json_text import error_document
+
+logger = logging.getLogger(__name__)
 
 _HEADERS: Headers = [("content-type", "text/plain; charset=utf-8")]
 _METHOD_NOT_ALLOWED = error_document("Method Not Allowed")
@@ -40,6 +43,12 @@ class MetricsFrontend:
         if scope.method != "GET":
             proto.response_bytes(405, PLAIN, _METHOD_NOT_ALLOWED)
         elif scope.path == "/metrics":
-            proto.response_bytes(200, _HEADERS, await self._render())
+            try:
+                text = await self._render()
+            except Exception as error:
+                logger.exception("cannot render the metrics")
+                proto.response_bytes(500, PLAIN, error_document(f"cannot render the metrics: {error!r}"))
+            else:
+                proto.response_bytes(200, _HEADERS, text)
         else:
             proto.response_empty(200, _HEADERS)
