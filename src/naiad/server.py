@@ -127,9 +127,10 @@ class Server:
             on_call=self._call_of_model,
             execution_timeout_s=options.execution_timeout_secs,
         ) as hosts:
-            manager = self._manager(hosts)
+            settings = MetricsSettings.of(options.metrics_config)
+            manager = self._manager(hosts, settings)
             self.engine = engine = Engine(manager, server_id=options.id, strict_readiness=options.strict_readiness)
-            metrics = self._metrics(manager)
+            metrics = self._metrics(manager, settings)
             self._calls = ModelCalls(engine, metrics.custom)
             try:
                 async with self._frontends(engine, regions, metrics):
@@ -143,13 +144,12 @@ class Server:
             finally:
                 await manager.close()
 
-    def _manager(self, hosts: Hosts) -> ModelManager:
+    def _manager(self, hosts: Hosts, settings: MetricsSettings) -> ModelManager:
         options = self.options
-        auto_complete = not (options.disable_auto_complete_config or options.strict_model_config)
         sources = RepositorySources(
             options.model_repository,
             config_name=options.model_config_name or "",
-            auto_complete=auto_complete,
+            auto_complete=options.auto_complete_config,
             gpus=0,
         )
         self._sources = sources
@@ -163,8 +163,9 @@ class Server:
         loader = ModelLoader(
             hosts,
             log=self.log,
-            auto_complete=auto_complete,
-            backend_settings=self._backend_settings,
+            auto_complete=options.auto_complete_config,
+            backend_settings=options.backend_settings,
+            infer_statistics=settings.infer_statistics,
             infer=infer,
             lookup=lookup,
         )
@@ -179,16 +180,7 @@ class Server:
             exit_timeout_s=options.exit_timeout_secs,
         )
 
-    def _backend_settings(self, backend: str) -> Mapping[str, str]:
-        """Those of the backend over those for all backends."""
-        settings = {setting.key: setting.value for setting in self.options.backend_config if not setting.backend}
-        settings.setdefault("default-max-batch-size", "4")
-        settings |= {
-            setting.key: setting.value for setting in self.options.backend_config if setting.backend == backend
-        }
-        return settings
-
-    def _metrics(self, manager: ModelManager) -> Metrics:
+    def _metrics(self, manager: ModelManager, settings: MetricsSettings) -> Metrics:
         options = self.options
 
         def series() -> Iterator[ModelSeries]:
@@ -198,7 +190,7 @@ class Server:
         system = SystemMetrics(cpu=options.allow_cpu_metrics, gpu=options.allow_gpu_metrics)
         return Metrics(
             series,
-            MetricsSettings.of(options.metrics_config),
+            settings,
             system=system,
             interval_s=options.metrics_interval_ms / 1000,
         )
@@ -228,7 +220,7 @@ class Server:
                 await stack.enter_async_context(http)
                 log.info(f"Started HTTPService at {options.http_address}:{options.http_port}")
             if options.allow_metrics:
-                address = options.metrics_address or options.http_address
+                address = options.metrics_bind_address
                 await stack.enter_async_context(MetricsFrontend(metrics.scrape, address, options.metrics_port))
                 log.info(f"Started Metrics Service at {address}:{options.metrics_port}")
             yield
@@ -246,7 +238,8 @@ class Server:
             await asyncio.gather(task, return_exceptions=True)
 
     async def _watch(self, manager: ModelManager) -> None:
-        start = await self._sources.scan()
+        # From the picture the models were loaded from: what has changed meanwhile is a change.
+        start = manager.first_snapshot
         async for snapshot in changes(self._sources.repositories, self.options.repository_poll_secs, start):
             try:
                 await manager.follow(snapshot)

@@ -78,7 +78,7 @@ class RequestCheck:
         for tensor in inputs:
             spec = self._inputs[tensor.name]
             size = len(tensor.data) if type(tensor.data) is bytes else memoryview(tensor.data).nbytes
-            if not spec.fixed_byte_size or size != rows * spec.fixed_byte_size:
+            if not rows or not spec.fixed_byte_size or size != rows * spec.fixed_byte_size:
                 self._check_size(request, tensor, size)
         if self._uniform:
             signature: object = None

@@ -13,7 +13,7 @@ from naiad.errors import Unsupported
 from naiad.instances.hosts import HostedModel, Hosts, ModelSpec
 from naiad.instances.instance import Instance
 from naiad.instances.thread import ThreadModel
-from naiad.messages import ModelStatistics
+from naiad.messages import InferStatistics, ModelStatistics
 from naiad.models.manager import Source
 from naiad.models.model import Model
 from naiad.scheduling.dynamic import DynamicScheduler
@@ -32,6 +32,7 @@ class ModelLoader:
         log: Log,
         auto_complete: bool,
         backend_settings: Callable[[str], Mapping[str, str]],
+        infer_statistics: Callable[[], InferStatistics],
         infer: Infer,
         lookup: Callable[[str, int], Model],
     ) -> None:
@@ -39,6 +40,7 @@ class ModelLoader:
         self._log = log
         self._auto_complete = auto_complete
         self._backend_settings = backend_settings
+        self._infer_statistics = infer_statistics
         self._infer = infer
         self._lookup = lookup
 
@@ -73,7 +75,7 @@ class ModelLoader:
         config = finish(draft, proposal)
         labels = await asyncio.to_thread(read_labels, draft.directory, config)
         instances = await hosted.load(config.as_dict(), instances_of(config))
-        statistics = ModelStatistics(config.name, str(version))
+        statistics = ModelStatistics(config.name, str(version), infer=self._infer_statistics())
         scheduler = self._scheduler(config, instances, statistics)
         seconds = time.monotonic() - start
         return Model(config, version, scheduler, instances, statistics, labels, hosted, seconds)
@@ -106,7 +108,7 @@ class ModelLoader:
                     labels[tensor] = member.labels[output]
         config = resolve_ensemble(config, models)
         labels |= await asyncio.to_thread(read_labels, Path(draft.directory), config)
-        statistics = ModelStatistics(config.name, str(version))
+        statistics = ModelStatistics(config.name, str(version), infer=self._infer_statistics())
         members = members_of(config, models)
         scheduler = EnsembleScheduler(config, version, members, statistics, self._infer, self._log.exception)
         return Model(config, version, scheduler, (), statistics, labels, None, time.monotonic() - start)

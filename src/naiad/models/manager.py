@@ -136,6 +136,8 @@ class ModelManager:
         self._load_slots = asyncio.Semaphore(load_thread_count)
         self._load_retry_count = load_retry_count
         self._exit_timeout_s = exit_timeout_s
+        #: The picture of the repositories that `start` loaded from.
+        self.first_snapshot = Snapshot()
         self._records: dict[str, _Record] = {}
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -232,7 +234,7 @@ class ModelManager:
 
     async def start(self) -> None:
         """Loads what is wanted at the start and returns when each has either turned READY or failed."""
-        snapshot = await self._sources.scan()
+        snapshot = self.first_snapshot = await self._sources.scan()
         self._note_snapshot(snapshot)
         if self.mode == "explicit":
             names = list(self._startup_models)

@@ -193,10 +193,10 @@ class VersionChoice:
 def versions_for(model: str, policy: Any, versions: Iterable[int]) -> VersionChoice:
     """Which of the `versions` present are served under `policy`, a ModelVersionPolicy message or None.
 
-    No policy is the newest version. Raises InvalidArgument, with Triton's text, if none remains.
+    No policy is the newest version; an empty one is all of them, as in Triton. Raises InvalidArgument, with Triton's text, if none remains.
     """
     present = sorted(set(versions))
-    choice = policy.WhichOneof("policy_choice") if policy is not None else None
+    choice = "latest" if policy is None else policy.WhichOneof("policy_choice") or "all"
     notes: list[str] = []
     if choice == "all":
         chosen = present
@@ -210,7 +210,7 @@ def versions_for(model: str, policy: Any, versions: Iterable[int]) -> VersionCho
                     f"version {version} is specified for model '{model}', but the version directory is not present"
                 )
     else:
-        count = policy.latest.num_versions if choice == "latest" else 1
+        count = 1 if policy is None else policy.latest.num_versions
         chosen = present[-count:] if count else []
     if not chosen:
         raise InvalidArgument(f"at least one version must be available under the version policy of model '{model}'")

@@ -1,0 +1,254 @@
+"""Ensembles over a fake engine: data flow, errors, pruning, decoupled steps."""
+
+from typing import Any
+
+import pytest
+
+from naiad.config.model_config import ModelConfig
+from naiad.config.parse import parse_text
+from naiad.datatypes import DataType
+from naiad.errors import InvalidArgument, NaiadError, NotFound
+from naiad.messages import InferRequest, InferResponse, ModelStatistics, ResponseSink, Result, Tensor
+from naiad.scheduling.ensemble import EnsembleScheduler, fitted, members_of
+from naiad.scheduling.scheduler import Call
+
+
+def config(text: str) -> ModelConfig:
+    return ModelConfig(parse_text(text))
+
+
+def model(name: str, inputs: str, outputs: str, more: str = "") -> ModelConfig:
+    tensors = "".join(f'input {{ name: "{n}" data_type: TYPE_INT8 dims: [ 1 ] }}' for n in inputs)
+    tensors += "".join(f'output {{ name: "{n}" data_type: TYPE_INT8 dims: [ 1 ] }}' for n in outputs)
+    return config(f'name: "{name}" backend: "python" {tensors} {more}')
+
+
+def step(name: str, inputs: dict[str, str], outputs: dict[str, str]) -> str:
+    maps = "".join(f'input_map {{ key: "{k}" value: "{v}" }}' for k, v in inputs.items())
+    maps += "".join(f'output_map {{ key: "{k}" value: "{v}" }}' for k, v in outputs.items())
+    return f'step {{ model_name: "{name}" model_version: -1 {maps} }}'
+
+
+def ensemble(inputs: str, outputs: str, *steps: str, more: str = "") -> ModelConfig:
+    tensors = "".join(f'input {{ name: "{n}" data_type: TYPE_INT8 dims: [ 1 ] }}' for n in inputs)
+    tensors += "".join(f'output {{ name: "{n}" data_type: TYPE_INT8 dims: [ 1 ] }}' for n in outputs)
+    return config(f'name: "e" platform: "ensemble" {tensors} {more} ensemble_scheduling {{ {"".join(steps)} }}')
+
+
+def tensor(name: str, value: int) -> Tensor:
+    return Tensor(name, DataType.INT8, (1,), bytes([value]))
+
+
+class Lease:
+    def __init__(self) -> None:
+        self.statistics = ModelStatistics("e", "1")
+        self.released = 0
+
+    def release(self) -> None:
+        self.released += 1
+
+
+class Sink:
+    def __init__(self) -> None:
+        self.results: list[tuple[Result | None, bool]] = []
+
+    def send(self, result: Result | None, final: bool) -> None:
+        self.results.append((result, final))
+
+    def values(self) -> list[dict[str, int]]:
+        return [
+            {t.name: t.data[0] for t in result.outputs}
+            for result, _ in self.results
+            if isinstance(result, InferResponse)
+        ]
+
+
+class MemberCall:
+    """What the fake engine returns for a step: answered by the test."""
+
+    def __init__(self, request: InferRequest, sink: ResponseSink) -> None:
+        self.request = request
+        self.sink = sink
+        self.cancelled = False
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+    def answer(self, final: bool = True, **outputs: int) -> None:
+        tensors = tuple(tensor(name, value) for name, value in outputs.items())
+        self.sink.send(InferResponse(self.request.model_name, 1, "", tensors), final)
+
+    def value(self, name: str) -> int:
+        return next(t.data[0] for t in self.request.inputs if t.name == name)
+
+
+class Bench:
+    def __init__(self, ensemble: ModelConfig, *models: ModelConfig) -> None:
+        self.calls: list[MemberCall] = []
+        self.refuse: NaiadError | None = None
+        self.lease = Lease()
+        self.sink = Sink()
+        members = members_of(ensemble, {m.name: m for m in models})
+        self.scheduler = EnsembleScheduler(ensemble, 1, members, self.lease.statistics, self.infer, self.report)
+
+    def infer(self, request: InferRequest, sink: ResponseSink) -> Any:
+        if self.refuse is not None:
+            raise self.refuse
+        call = MemberCall(request, sink)
+        self.calls.append(call)
+        return call
+
+    def report(self, text: str, error: BaseException) -> None:
+        raise AssertionError(text) from error
+
+    def submit(self, outputs: tuple[str, ...] = (), **inputs: int) -> Call:
+        request = InferRequest("e", tuple(tensor(n, v) for n, v in inputs.items()), id="r", outputs=outputs)
+        call = Call(request, 1, None, self.sink, self.lease, self.scheduler)
+        self.scheduler.submit(call)
+        return call
+
+    def running(self) -> list[str]:
+        return [call.request.model_name for call in self.calls]
+
+
+ADD = model("add", "AB", "S")
+NEG = model("neg", "X", "Y")
+CHAIN = ensemble("IJ", "O", step("add", {"A": "I", "B": "J"}, {"S": "m"}), step("neg", {"X": "m"}, {"Y": "O"}))
+
+
+def test_a_step_starts_when_its_inputs_are_there() -> None:
+    bench = Bench(CHAIN, ADD, NEG)
+    bench.submit(I=1, J=2)
+    assert bench.running() == ["add"]
+    assert (bench.calls[0].value("A"), bench.calls[0].value("B")) == (1, 2)
+    bench.calls[0].answer(S=3)
+    assert bench.running() == ["add", "neg"]
+    assert bench.calls[1].value("X") == 3
+    bench.calls[1].answer(Y=7)
+    assert bench.sink.values() == [{"O": 7}]
+    assert bench.sink.results[0][1] is True
+    assert bench.lease.released == 1
+    assert bench.lease.statistics.inference_count == 1
+    assert bench.lease.statistics.execution_count == 1
+
+
+def test_independent_steps_run_side_by_side() -> None:
+    both = ensemble("I", "OP", step("neg", {"X": "I"}, {"Y": "O"}), step("neg", {"X": "I"}, {"Y": "P"}))
+    bench = Bench(both, NEG)
+    bench.submit(I=1)
+    assert bench.running() == ["neg", "neg"]
+    bench.calls[1].answer(Y=2)
+    assert bench.sink.results == []
+    bench.calls[0].answer(Y=1)
+    assert bench.sink.values() == [{"O": 1, "P": 2}]
+
+
+def test_a_step_error_ends_the_call_and_names_the_ensemble() -> None:
+    bench = Bench(CHAIN, ADD, NEG)
+    bench.submit(I=1, J=2)
+    bench.calls[0].sink.send(NotFound("no such thing"), True)
+    [(error, final)] = bench.sink.results
+    assert isinstance(error, NotFound)
+    assert error.message == "in ensemble 'e', no such thing"
+    assert final
+    assert bench.lease.statistics.failures["OTHER"] == 1
+
+
+def test_a_refused_step_ends_the_call() -> None:
+    bench = Bench(CHAIN, ADD, NEG)
+    bench.refuse = NotFound("gone")
+    bench.submit(I=1, J=2)
+    assert [str(result) for result, _ in bench.sink.results] == ["in ensemble 'e', gone"]
+    assert bench.lease.released == 1
+
+
+def test_the_error_of_one_step_cancels_the_others() -> None:
+    both = ensemble("I", "OP", step("neg", {"X": "I"}, {"Y": "O"}), step("neg", {"X": "I"}, {"Y": "P"}))
+    bench = Bench(both, NEG)
+    bench.submit(I=1)
+    bench.calls[0].sink.send(NotFound("x"), True)
+    assert bench.calls[1].cancelled
+    bench.calls[1].answer(Y=2)
+    assert len(bench.sink.results) == 1
+
+
+def test_cancelling_reaches_the_steps() -> None:
+    bench = Bench(CHAIN, ADD, NEG)
+    call = bench.submit(I=1, J=2)
+    call.cancel()
+    assert bench.calls[0].cancelled
+    assert bench.lease.released == 1
+    assert bench.lease.statistics.failures["CANCELED"] == 1
+
+
+def test_only_what_requested_outputs_need_runs() -> None:
+    both = ensemble("I", "OP", step("neg", {"X": "I"}, {"Y": "O"}), step("add", {"A": "I", "B": "I"}, {"S": "P"}))
+    bench = Bench(both, NEG, ADD)
+    bench.submit(("P",), I=1)
+    assert bench.running() == ["add"]
+    bench.calls[0].answer(S=2)
+    assert bench.sink.values() == [{"P": 2}]
+
+
+def test_asking_only_for_an_output_that_feeds_a_pruned_step_deadlocks_as_in_triton() -> None:
+    chain = ensemble("I", "OP", step("neg", {"X": "I"}, {"Y": "O"}), step("neg", {"X": "O"}, {"Y": "P"}))
+    bench = Bench(chain, NEG)
+    bench.submit(("O",), I=1)
+    [(error, final)] = bench.sink.results
+    assert isinstance(error, InvalidArgument)
+    assert "unexpected deadlock, at least one output is not set" in error.message
+    assert final
+
+
+def test_a_missing_step_output_that_is_required_deadlocks() -> None:
+    bench = Bench(CHAIN, ADD, NEG)
+    bench.submit(I=1, J=2)
+    bench.calls[0].answer(WRONG=1)
+    assert "unexpected deadlock" in str(bench.sink.results[0][0])
+
+
+REPEAT = model("repeat", "X", "Y", "model_transaction_policy { decoupled: true }")
+STREAM = ensemble(
+    "IJ",
+    "O",
+    step("repeat", {"X": "I"}, {"Y": "each"}),
+    step("neg", {"X": "J"}, {"Y": "same"}),
+    step("add", {"A": "each", "B": "same"}, {"S": "O"}),
+    more="model_transaction_policy { decoupled: true }",
+)
+
+
+def test_steps_behind_a_decoupled_one_run_per_response() -> None:
+    bench = Bench(STREAM, REPEAT, NEG, ADD)
+    bench.submit(I=1, J=2)
+    repeat, neg = bench.calls
+    repeat.answer(final=False, Y=1)
+    assert bench.running() == ["repeat", "neg"], "the other input is not there yet"
+    neg.answer(Y=9)
+    assert bench.running()[2:] == ["add"]
+    repeat.answer(final=False, Y=2)
+    assert [(c.value("A"), c.value("B")) for c in bench.calls[2:]] == [(1, 9), (2, 9)]
+    repeat.sink.send(None, True)
+    bench.calls[2].answer(S=10)
+    assert bench.sink.results[-1][1] is False
+    bench.calls[3].answer(S=11)
+    assert bench.sink.values() == [{"O": 10}, {"O": 11}]
+    assert bench.sink.results[-1] == (None, True)
+    assert bench.lease.released == 1
+
+
+def test_a_decoupled_step_without_responses_ends_the_call_empty() -> None:
+    bench = Bench(STREAM, REPEAT, NEG, ADD)
+    bench.submit(I=1, J=2)
+    bench.calls[0].sink.send(None, True)
+    bench.calls[1].answer(Y=1)
+    assert bench.sink.results == [(None, True)]
+
+
+@pytest.mark.parametrize(
+    ("shape", "batching", "expected"),
+    [((4,), False, (4,)), ((4,), True, (1, 4)), ((2, 4), True, (2, 4)), ((1, 4), False, (4,)), ((2, 4), False, (2, 4))],
+)
+def test_the_batch_dimension_fits_the_reader(shape: tuple[int, ...], batching: bool, expected: tuple[int, ...]) -> None:
+    spec = config('name: "m" backend: "b" input { name: "X" data_type: TYPE_INT8 dims: [ 4 ] }').inputs["X"]
+    assert fitted(shape, spec, batching) == expected

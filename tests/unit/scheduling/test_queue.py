@@ -1,0 +1,210 @@
+"""The request queue as tables, and its one law: every call put in comes out exactly once."""
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from naiad.config.model_config import QueuePolicy
+from naiad.errors import Unavailable
+from naiad.scheduling.queue import Batch, Empty, RequestQueue, WaitUntil
+
+US = 1000
+
+
+@dataclass(eq=False)
+class FakeCall:
+    rows: int = 1
+    signature: object = None
+    queued_ns: int = 0
+    level: int = 0
+    deadline_ns: int = 0
+    ended: bool = False
+
+
+def filled(queue: RequestQueue, calls: list[FakeCall]) -> RequestQueue:
+    for call in calls:
+        queue.put(call, call.queued_ns)
+    return queue
+
+
+def rows_of(decision: object) -> list[int]:
+    assert isinstance(decision, Batch), decision
+    assert decision.rows == sum(call.rows for call in decision.calls)
+    return [call.rows for call in decision.calls]
+
+
+def test_an_empty_queue_says_so() -> None:
+    assert RequestQueue(8).take(0) == Empty()
+
+
+@pytest.mark.parametrize(
+    ("waiting", "taken"),
+    [
+        ([1, 1, 1], [1, 1, 1]),
+        ([4, 4, 4], [4, 4]),
+        ([3, 3, 3, 1], [3, 3]),
+        ([8, 1], [8]),
+        ([1, 8, 1], [1]),
+    ],
+    ids=["all that fit", "to the brim", "no call is skipped for a smaller one", "a full call alone", "order is kept"],
+)
+def test_without_a_delay_whatever_waits_is_sent(waiting: list[int], taken: list[int]) -> None:
+    queue = filled(RequestQueue(8), [FakeCall(rows) for rows in waiting])
+    assert rows_of(queue.take(0)) == taken
+    assert len(queue) == len(waiting) - len(taken)
+
+
+@pytest.mark.parametrize(
+    ("waiting", "preferred", "taken"),
+    [
+        ([1] * 7, (4,), [1] * 4),
+        ([1] * 7, (2, 4), [1] * 4),
+        ([1] * 3, (4,), [1] * 3),
+        ([3, 3], (4,), [3, 3]),
+        ([2, 2, 2], (2,), [2]),
+    ],
+)
+def test_the_largest_preferred_size_on_the_way_wins(
+    waiting: list[int], preferred: tuple[int, ...], taken: list[int]
+) -> None:
+    queue = filled(RequestQueue(8, preferred=preferred), [FakeCall(rows) for rows in waiting])
+    assert rows_of(queue.take(0)) == taken
+
+
+def test_an_incomplete_batch_waits_for_the_delay_of_its_oldest_call() -> None:
+    queue = filled(RequestQueue(8, max_delay_ns=100), [FakeCall(queued_ns=10), FakeCall(queued_ns=50)])
+    assert queue.take(60) == WaitUntil(110)
+    assert rows_of(queue.take(110)) == [1, 1]
+
+
+def test_a_batch_that_cannot_grow_does_not_wait() -> None:
+    queue = filled(RequestQueue(8, max_delay_ns=100), [FakeCall(5), FakeCall(5)])
+    assert rows_of(queue.take(0)) == [5]
+
+
+def test_different_signatures_do_not_share_a_batch() -> None:
+    queue = filled(RequestQueue(8, max_delay_ns=100), [FakeCall(signature=(3,)), FakeCall(signature=(4,))])
+    assert rows_of(queue.take(0)) == [1]
+    assert len(queue) == 1
+
+
+def test_without_merging_each_call_is_a_batch() -> None:
+    queue = filled(RequestQueue(8, merge=False), [FakeCall(2), FakeCall(1)])
+    assert rows_of(queue.take(0)) == [2]
+    assert rows_of(queue.take(0)) == [1]
+
+
+def test_urgent_levels_come_first_and_unknown_priorities_are_the_default() -> None:
+    queue = RequestQueue(1, levels=3, default_level=2)
+    late, urgent, default = FakeCall(), FakeCall(), FakeCall()
+    queue.put(late, 0, priority=3)
+    queue.put(default, 0, priority=9)
+    queue.put(urgent, 0, priority=1)
+    order = [queue.take(0).calls[0] for _ in range(3)]  # type: ignore[union-attr]
+    assert order == [urgent, default, late]
+
+
+def test_a_full_level_refuses() -> None:
+    queue = RequestQueue(4, default_policy=QueuePolicy(max_queue_size=1))
+    queue.put(FakeCall(), 0)
+    with pytest.raises(Unavailable, match="Exceeds maximum queue size"):
+        queue.put(FakeCall(), 0)
+
+
+@pytest.mark.parametrize(
+    ("allow", "requested", "deadline"),
+    [(False, 10, 100), (True, 10, 10), (True, 0, 100), (True, 500, 100)],
+    ids=["not allowed", "shorter", "none asked", "longer does not count"],
+)
+def test_the_timeout_of_a_request_counts_where_it_is_allowed_and_shorter(
+    allow: bool, requested: int, deadline: int
+) -> None:
+    policy = QueuePolicy(default_timeout_us=100, allow_timeout_override=allow)
+    queue = RequestQueue(4, default_policy=policy)
+    queue.put(FakeCall(), 0, timeout_us=requested)
+    assert queue.next_deadline_ns == deadline * US
+
+
+def test_expired_calls_are_rejected() -> None:
+    queue = RequestQueue(4, default_policy=QueuePolicy(default_timeout_us=1))
+    old, new = FakeCall(), FakeCall()
+    queue.put(old, 0)
+    queue.put(new, 500)
+    assert queue.expired(999) == []
+    assert queue.expired(1000) == [old]
+    assert queue.next_deadline_ns == 1500
+    assert queue.take(1000).calls == [new]  # type: ignore[union-attr]
+
+
+def test_delayed_calls_go_behind_and_are_still_served() -> None:
+    queue = RequestQueue(1, default_policy=QueuePolicy("DELAY", default_timeout_us=1))
+    old, new = FakeCall(), FakeCall()
+    queue.put(old, 0)
+    queue.put(new, 900)
+    assert queue.expired(1000) == []
+    assert [queue.take(1000).calls[0] for _ in range(2)] == [new, old]  # type: ignore[union-attr]
+    assert len(queue) == 0
+
+
+def test_a_removed_call_is_gone() -> None:
+    queue = RequestQueue(4)
+    gone, stays = FakeCall(), FakeCall()
+    filled(queue, [gone, stays])
+    queue.remove(gone)
+    assert queue.take(0).calls == [stays]  # type: ignore[union-attr]
+
+
+actions = st.lists(
+    st.one_of(
+        st.tuples(st.just("put"), st.integers(1, 4), st.integers(0, 3), st.integers(0, 5)),
+        st.tuples(st.just("take")),
+        st.tuples(st.just("remove"), st.integers(0, 50)),
+        st.tuples(st.just("pass"), st.integers(0, 3000)),
+    ),
+    max_size=60,
+)
+
+
+@given(actions, st.sampled_from(["REJECT", "DELAY"]), st.integers(0, 3), st.integers(0, 2000))
+def test_every_call_comes_out_exactly_once(
+    steps: list[tuple[object, ...]], action: str, timeout_us: int, delay_ns: int
+) -> None:
+    policy = QueuePolicy(action, default_timeout_us=timeout_us)  # type: ignore[arg-type]
+    queue = RequestQueue(4, levels=3, default_level=2, max_delay_ns=delay_ns, default_policy=policy, preferred=(2,))
+    now = 0
+    inside: list[FakeCall] = []
+    out: list[FakeCall] = []
+    count = 0
+    for step in steps:
+        match step:
+            case ("put", int(rows), int(signature), int(priority)):
+                call = FakeCall(rows, signature, now)
+                queue.put(call, now, priority)
+                inside.append(call)
+                count += 1
+            case ("take",):
+                decision = queue.take(now)
+                if isinstance(decision, Batch):
+                    assert decision.calls
+                    assert decision.rows <= 4
+                    assert len({call.signature for call in decision.calls}) == 1
+                    out += decision.calls  # type: ignore[arg-type]
+                    inside = [call for call in inside if call not in decision.calls]
+                else:
+                    assert isinstance(decision, WaitUntil) == bool(inside)
+            case ("remove", int(index)) if inside:
+                call = inside.pop(index % len(inside))
+                queue.remove(call)
+                out.append(call)
+            case ("pass", int(ns)):
+                now += ns
+                for call in queue.expired(now):
+                    inside.remove(call)  # type: ignore[arg-type]
+                    out.append(call)  # type: ignore[arg-type]
+        assert len(queue) == len(inside)
+    rest = queue.drain()
+    assert len(queue) == 0
+    assert sorted(map(id, [*out, *rest])) == sorted({id(call) for call in [*out, *rest]})
+    assert len(out) + len(rest) == count
