@@ -7,7 +7,7 @@ more, front ends stop accepting, what is in flight gets `--exit-timeout-secs` to
 import asyncio
 import signal
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 

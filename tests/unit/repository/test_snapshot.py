@@ -199,7 +199,7 @@ def policy(text: str) -> model_config_pb2.ModelVersionPolicy | None:
     ("text", "present", "chosen"),
     [
         ("none", [1, 3, 2], (3,)),
-        ("unset", [1, 10, 9], (10,)),
+        ("unset", [1, 10, 9], (1, 9, 10)),
         ("latest 1", [1, 2], (2,)),
         ("latest 2", [1, 2, 3], (2, 3)),
         ("latest 5", [1, 2], (1, 2)),
