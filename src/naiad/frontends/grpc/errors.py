@@ -25,6 +25,9 @@ _STATUS: dict[type[NaiadError], StatusCode] = {
     Internal: StatusCode.INTERNAL,
 }
 
+#: What a client is told whose call comes too late.
+SHUTTING_DOWN = "GRPC server is shutting down and has stopped accepting new requests."
+
 #: Clients refuse trailers beyond 8 KiB with an error of their own, which would hide ours.
 _DETAILS_LIMIT = 6000
 

@@ -14,16 +14,13 @@ from naiad.errors import InvalidArgument, NaiadError
 from naiad.frontends.grpc.errors import status
 from naiad.frontends.grpc.options import GrpcOptions
 from naiad.frontends.grpc.servicer import HEALTH_SERVICE, SERVICE, Method, Model, Servicer
-from naiad.frontends.grpc.stream import serve_stream
+from naiad.frontends.grpc.stream import Stream
 from naiad.messages import InferResponse, Result
 from naiad.protocol.proto_codec import Reply, encode
 
 _LOGGER = logging.getLogger(__name__)
 
 Context = Any
-
-#: What a client is told whose call comes too late.
-SHUTTING_DOWN = "GRPC server is shutting down and has stopped accepting new requests."
 
 
 class GrpcioServer:
@@ -38,6 +35,7 @@ class GrpcioServer:
         self._target = target
         self._unary = unary
         self._server: aio.Server | None = None
+        self._streams: set[Stream] = set()
         self.port = 0
 
     async def start(self) -> None:
@@ -72,7 +70,10 @@ class GrpcioServer:
     async def stop(self, grace_s: float) -> None:
         """Refuses new calls, waits up to `grace_s` for those that run, then cancels them."""
         if self._server is not None:
-            await self._server.stop(grace_s)
+            stopped = asyncio.ensure_future(self._server.stop(grace_s))
+            for stream in list(self._streams):
+                stream.stop()
+            await stopped
 
     async def _infer(self, data: bytes, context: Context) -> bytes:
         sink = _UnaryCall(asyncio.get_running_loop().create_future())
@@ -94,7 +95,17 @@ class GrpcioServer:
         return answer
 
     async def _stream(self, requests: AsyncIterable[bytes], context: Context) -> None:
-        await serve_stream(self._servicer, requests, context)
+        metadata = context.invocation_metadata() or ()
+        try:
+            self._servicer.admit_inference(metadata)
+        except NaiadError as error:
+            await context.abort(*status(error))
+        stream = Stream(self._servicer, metadata, context.peer())
+        self._streams.add(stream)
+        try:
+            await stream.run(requests, context)
+        finally:
+            self._streams.discard(stream)
 
 
 class _UnaryCall:

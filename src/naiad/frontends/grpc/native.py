@@ -15,8 +15,8 @@ from grpc import StatusCode
 from pygrpc_native import EVENT_CANCEL, NativeGrpcFront
 
 from naiad.errors import NaiadError, Unavailable
-from naiad.frontends.grpc.errors import status
-from naiad.frontends.grpc.grpcio import SHUTTING_DOWN, GrpcioServer
+from naiad.frontends.grpc.errors import SHUTTING_DOWN, status
+from naiad.frontends.grpc.grpcio import GrpcioServer
 from naiad.frontends.grpc.options import GrpcOptions
 from naiad.frontends.grpc.servicer import SERVICE, Call, Metadata, Method, Model, Servicer
 from naiad.messages import InferResponse, Result

@@ -73,6 +73,7 @@ class GrpcOptions(msgspec.Struct, frozen=True):
             http2_max_ping_strikes=server.grpc_http2_max_ping_strikes,
             max_connection_age_ms=server.grpc_max_connection_age,
             max_connection_age_grace_ms=server.grpc_max_connection_age_grace,
+            drain_s=float(server.exit_timeout_secs),
         )
 
 

@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import AsyncIterable
 from typing import Any
 
-from naiad.errors import Internal, NaiadError
-from naiad.frontends.grpc.errors import status
+from naiad.errors import Internal, NaiadError, Unavailable
+from naiad.frontends.grpc.errors import SHUTTING_DOWN, status
 from naiad.frontends.grpc.servicer import Call, Metadata, Model, Servicer
 from naiad.messages import InferResponse, Result
 from naiad.protocol.proto_codec import Reply, encode_stream, encode_stream_end, encode_stream_error, parse_request
@@ -39,6 +39,7 @@ class Stream:
         self._ordered: deque[_StreamCall] = deque()
         self._failure: NaiadError | None = None
         self._is_read = False
+        self._is_stopping = False
         self._news = asyncio.Event()
         self._room = asyncio.Event()
 
@@ -50,17 +51,26 @@ class Stream:
                 while self._outbox:
                     await context.write(self._outbox.popleft())
                 self._room.set()
+                # From here to the wait nothing else runs, so no news are missed.
+                if self._is_stopping:
+                    reader.cancel()
                 if self._failure is not None:
                     await context.abort(*status(self._failure))
                 if self._is_read and not self._calls and not self._outbox:
+                    if self._is_stopping:
+                        await context.abort(*status(Unavailable(SHUTTING_DOWN)))
                     return
                 self._news.clear()
-                if not self._outbox:
-                    await self._news.wait()
+                await self._news.wait()
         finally:
             reader.cancel()
             for call in list(self._calls):
                 call.cancel()
+
+    def stop(self) -> None:
+        """Reads no more requests; the stream ends with the last of its running calls."""
+        self._is_stopping = not self._is_read
+        self._news.set()
 
     async def _read(self, requests: AsyncIterable[bytes]) -> None:
         try:
@@ -69,6 +79,8 @@ class Stream:
                 while len(self._outbox) >= _OUTBOX_LIMIT:
                     self._room.clear()
                     await self._room.wait()
+        except Exception as error:
+            _LOGGER.debug("a gRPC stream cannot be read any more: %s", error)
         finally:
             self._is_read = True
             self._news.set()
@@ -188,13 +200,3 @@ class _StreamCall:
     def _send_error(self, error: NaiadError, final: bool) -> None:
         if not self._stream.fail(error):
             self._stream.emit(self, encode_stream_error(error.message, self.id, self.model_name, final))
-
-
-async def serve_stream(servicer: Servicer, requests: AsyncIterable[bytes], context: Context) -> None:
-    """The handler of ModelStreamInfer."""
-    metadata = context.invocation_metadata() or ()
-    try:
-        servicer.admit_inference(metadata)
-    except NaiadError as error:
-        await context.abort(*status(error))
-    await Stream(servicer, metadata, context.peer()).run(requests, context)

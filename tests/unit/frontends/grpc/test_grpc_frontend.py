@@ -17,7 +17,7 @@ from tritonclient.grpc.aio import InferenceServerClient
 
 from naiad.datatypes import DataType
 from naiad.errors import Cancelled, Internal
-from naiad.frontends.grpc.grpcio import SHUTTING_DOWN
+from naiad.frontends.grpc.errors import SHUTTING_DOWN
 from naiad.frontends.grpc.options import GrpcOptions
 from naiad.frontends.grpc.server import GrpcFrontend
 from naiad.messages import Tensor
@@ -604,6 +604,22 @@ async def test_stopping_lets_running_calls_finish_and_refuses_new_ones(connect: 
         call.echo()
         assert (await running).raw_output_contents[0] == bytes(8)
         await stopping
+
+
+async def test_stopping_ends_streams_with_the_last_of_their_calls(connect: Connect) -> None:
+    async with connect() as connection:
+        idle, busy = connection.stub.ModelStreamInfer(), connection.stub.ModelStreamInfer()
+        await idle.write(ask(id="1"))
+        assert (await idle.read()).infer_response.id == "1"
+        await busy.write(ask("held", id="2"))
+        call = await connection.engine.calls.get()
+        stopping = asyncio.ensure_future(connection.frontend.__aexit__(None, None, None))
+        assert await connection.refusal(idle.read()) == (StatusCode.UNAVAILABLE, SHUTTING_DOWN)
+        assert not stopping.done()
+        call.echo()
+        assert (await busy.read()).infer_response.id == "2"
+        await asyncio.wait_for(stopping, 4)
+        assert not call.cancelled.is_set()
 
 
 async def test_stopping_cancels_what_does_not_finish(connect: Connect) -> None:
