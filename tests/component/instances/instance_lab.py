@@ -74,7 +74,7 @@ class Batch:
         self.results[index].append(result)
         self.changed.set()
 
-    def complete(self, times):
+    def complete(self, times, succeeded=True):
         self.completions.append(times)
         self.changed.set()
 

@@ -12,7 +12,7 @@ import pytest
 from instance_lab import Batch, available, config, parameters, request, run, until
 
 from naiad.backends.api import InstanceContext
-from naiad.errors import Internal, InvalidArgument, NotFound, Unavailable
+from naiad.errors import Internal, InvalidArgument, Unavailable
 from naiad.instances.restart import RestartPolicy
 
 STRINGS = config("BYTES", [1])
@@ -319,7 +319,7 @@ async def test_a_crash_while_loading_fails_the_load_and_nothing_else(lab, tmp_pa
 
 
 async def test_an_unknown_backend_is_named(both):
-    with pytest.raises(NotFound) as caught:
+    with pytest.raises(InvalidArgument) as caught:
         await both.open("", reference="no_such_backend")
     assert caught.value.message == (
         "unable to find backend library for backend 'test', try specifying runtime on the model configuration."
