@@ -137,7 +137,9 @@ class _Zygote:
         return forked
 
     def close(self) -> None:
-        """It ends its children, and itself, when the socket ends."""
+        """It ends its children, and itself, when the socket ends; but while it imports it does not look."""
+        if not self.hello.done():
+            self._process.kill()
         self._channel.close()
         self._fail("has been closed")
 

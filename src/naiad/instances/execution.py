@@ -90,6 +90,10 @@ def _array(datatype: int, shape: tuple[int, ...], data: memoryview, offset: int,
     return np.ndarray(shape, _DATATYPES[datatype].numpy, data, offset)
 
 
+#: Up to here a copy more costs less than making an array of the destination.
+_SMALL = 16 * 1024
+
+
 class _Packed:
     """An output that is ready to be placed: an array, or the packed elements of a BYTES tensor."""
 
@@ -118,13 +122,16 @@ class _Packed:
             self.byte_size = array.size * datatype.byte_size
 
     def write(self, data: memoryview, offset: int) -> None:
-        if self.packed is not None:
-            data[offset : offset + self.byte_size] = self.packed
+        if self.packed is not None or self.byte_size <= _SMALL:
+            data[offset : offset + self.byte_size] = self.bytes()
         else:
             np.copyto(np.ndarray(self.shape, self.datatype.numpy, data, offset), self.array)
 
     def bytes(self) -> bytes:
-        return self.packed if self.packed is not None else self.array.astype(self.datatype.numpy, copy=False).tobytes()
+        if self.packed is not None:
+            return self.packed
+        array, dtype = self.array, self.datatype.numpy
+        return (array if array.dtype is dtype else array.astype(dtype, copy=False)).tobytes()
 
 
 class _Outputs:

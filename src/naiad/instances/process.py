@@ -273,6 +273,7 @@ class Tenant:
         self.config: ConfigDict = {}
         self.instances: list[ProcessInstance] = []
         self.is_loaded = False
+        self.is_leaving = False
         self.number = host.enter(self)
 
     @property
@@ -315,7 +316,10 @@ class Host:
         self._kill_reason: str | None = None
         #: The pause that the last death during a restart asks for.
         self._next_pause_s: float | None = None
+        #: No tenant is left or all are leaving: nobody can enter any more.
         self.is_closing = False
+        #: An instance of a tenant that has left did not end.
+        self._is_stuck = False
         self._changed: asyncio.Event = asyncio.Event()
 
     def __repr__(self) -> str:
@@ -533,8 +537,8 @@ class Host:
         """Closes the tenant's instances and, if it is the last one, the process. Requests inside get `timeout_s`."""
         deadline = self._loop.time() + timeout_s
         tenant.is_loaded = False
-        last = len(self.tenants) == 1 and tenant.number in self.tenants
-        if last:
+        tenant.is_leaving = True
+        if all(other.is_leaving for other in self.tenants.values()):
             self.is_closing = True
             if self._restarting is not None:
                 self._restarting.cancel()
@@ -560,15 +564,15 @@ class Host:
                     await self._ask(Unload(0, tenant.number))
             except (NaiadError, TimeoutError):
                 stuck = True
+        self._is_stuck = self._is_stuck or stuck
         self.tenants.pop(tenant.number, None)
-        if last:
-            await self._end(kill=stuck)
+        if self.is_closing and not self.tenants:
+            await self._end()
 
-    async def _end(self, kill: bool) -> None:
-        self.is_closing = True
+    async def _end(self) -> None:
         child = self._child
         if child is not None:
-            if kill:
+            if self._is_stuck:
                 child.kill()
             if self._control is not None:
                 self._control.close()

@@ -44,6 +44,8 @@ class Misbehaving(Identity):
             os._exit(int(argument))
         elif what == "kill":
             os.kill(os.getpid(), int(argument))
+            # It may be another thread that dies of it, a moment later.
+            threading.Event().wait(20)
         elif what == "hang":
             threading.Event().wait()
         elif what == "raise":

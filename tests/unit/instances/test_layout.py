@@ -1,0 +1,95 @@
+"""Batches laid out and split again come to the same."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from naiad.datatypes import DataType, pack_bytes, unpack_bytes
+from naiad.errors import Internal
+from naiad.instances import arena, layout
+from naiad.instances.frames import Details, Output
+from naiad.messages import InferRequest, SequenceControl, Tensor
+
+
+def requests_of(*input_lists):
+    return [InferRequest(model_name="m", inputs=tuple(inputs)) for inputs in input_lists]
+
+
+def tensor(name, rows, width, seed=0):
+    values = (np.arange(rows * width) + seed).astype(np.int32)
+    return Tensor(name, DataType.INT32, (rows, width), values.tobytes())
+
+
+@given(
+    rows=st.lists(st.integers(0, 5), min_size=1, max_size=8),
+    widths=st.lists(st.sampled_from([0, 1, 7, 5000]), min_size=1, max_size=3),
+    swap=st.booleans(),
+)
+def test_what_is_laid_out_can_be_split_again(rows, widths, swap):
+    lists = [[tensor(f"I{k}", count, width, seed=i) for k, width in enumerate(widths)] for i, count in enumerate(rows)]
+    if swap and len(lists) > 1:
+        lists[1].reverse()
+    requests = requests_of(*lists)
+    laid_out = layout.lay_out(requests)
+    view = memoryview(bytearray(laid_out.byte_size))
+    laid_out.write(view)
+    fd = arena.create("test", max(laid_out.byte_size, 1))
+    laid_out.write_file(fd)
+    assert bytes(arena.map_shared(fd, max(laid_out.byte_size, 1)))[: len(view)] == view
+    assert all(i.offset % arena.ALIGNMENT == 0 for i in laid_out.inputs)
+    if sum(rows):
+        outputs = [Output(i.name, i.datatype, i.shape, i.offset, i.byte_size, None, None) for i in laid_out.inputs]
+        for tensors, mine in zip(layout.split(outputs, rows, view), lists, strict=True):
+            assert {(t.name, t.shape, bytes(t.data)) for t in tensors} == {(t.name, t.shape, t.data) for t in mine}
+    import os
+
+    os.close(fd)
+
+
+def test_rows_that_cannot_be_stacked_and_absent_inputs_are_told_request_by_request():
+    a, b, c = tensor("A", 1, 2), tensor("A", 1, 3), tensor("B", 1, 1)
+    laid_out = layout.lay_out(requests_of([a], [b, c]))
+    first, second = laid_out.inputs
+    assert (first.name, first.shapes, first.sizes, first.byte_size) == ("A", [(1, 2), (1, 3)], [8, 12], 20)
+    assert (second.name, second.shapes, second.sizes, second.byte_size) == ("B", [None, (1, 1)], [0, 4], 4)
+
+
+def test_strings_are_split_by_their_sizes():
+    parts = [pack_bytes([b"a"]), pack_bytes([b"bb", b""])]
+    output = Output("O", DataType.BYTES.number, (3, 1), 0, 0, [len(p) for p in parts], b"".join(parts))
+    (one,), (two,) = layout.split([output], [1, 2], memoryview(b""))
+    assert unpack_bytes(one.data, one.shape).tolist() == [[b"a"]]
+    assert unpack_bytes(two.data, two.shape).tolist() == [[b"bb"], [b""]]
+
+
+def test_an_output_outside_of_its_memory_is_refused():
+    output = Output("O", DataType.INT8.number, (8,), 4, 8, None, None)
+    with pytest.raises(Internal, match="'O' lies outside"):
+        layout.split([output], [1], memoryview(bytes(8)))
+
+
+@pytest.mark.parametrize(
+    ("asked", "names"),
+    [
+        ([("a",)], ("a",)),
+        ([()], ()),
+        ([("a",), ("b", "a")], ("a", "b")),
+        ([("a",), ()], ()),
+    ],
+)
+def test_outputs_somebody_asked_for(asked, names):
+    requests = [InferRequest(model_name="m", inputs=(), outputs=outputs) for outputs in asked]
+    assert layout.asked_outputs(requests) == names
+
+
+def test_plain_requests_have_no_details():
+    assert layout.details([InferRequest(model_name="m", inputs=())]) is None
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "flags"), [(False, False, 0), (True, False, 1), (False, True, 2), (True, True, 3)]
+)
+def test_details_of_a_sequence(start, end, flags):
+    request = InferRequest(model_name="m", inputs=(), id="x", sequence=SequenceControl(5, start, end), priority=1)
+    assert layout.details([request]) == [Details("x", (), {}, 5, flags, 1, 0)]
