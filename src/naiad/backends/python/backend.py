@@ -50,7 +50,7 @@ class PythonBackend(RequestBackend):
     @classmethod
     def autocomplete(cls, model: ModelContext) -> ConfigDict | None:
         """The configuration as `auto_complete_config` of the model's class has completed it."""
-        current.enter(current.Instance(model.services, model.path.parent))
+        current.enter(current.Instance(model.name, model.services, model.path.parent))
         try:
             python_class = model_class(model.path)
             if not hasattr(python_class, "auto_complete_config"):
@@ -70,7 +70,7 @@ class PythonBackend(RequestBackend):
         self._path = model.path
         self._is_decoupled = bool(model.config.get("model_transaction_policy", {}).get("decoupled", False))
         self._loop: _EventLoop | None = None
-        self._instance = current.Instance(model.services, model.path.parent)
+        self._instance = current.Instance(instance.name, model.services, model.path.parent)
         current.enter(self._instance)
         try:
             self._model = model_class(model.path)()

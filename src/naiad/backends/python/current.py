@@ -6,10 +6,11 @@ all have the same services then.
 """
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from naiad.backends.api import Services
 from naiad.backends.python.failures import TritonModelException
+from naiad.errors import NaiadError
 
 if TYPE_CHECKING:
     from naiad.backends.python.metrics import Notes
@@ -18,13 +19,27 @@ if TYPE_CHECKING:
 class Instance:
     """`is_serving` is false while the model is constructed and while it is finalized."""
 
-    __slots__ = ("directory", "is_serving", "notes", "services")
+    __slots__ = ("directory", "is_serving", "name", "notes", "services")
 
-    def __init__(self, services: Services, directory: Path) -> None:
+    def __init__(self, name: str, services: Services, directory: Path) -> None:
+        self.name = name
         self.services = services
         self.directory = directory
         self.is_serving = False
         self.notes: Notes | None = None
+
+    def ask(self, method: str, argument: Any, failed: str) -> Any:
+        """An answer of the server. Raises TritonModelException, with Triton's words after `failed`."""
+        try:
+            return self.services.call(method, argument)
+        except NaiadError as error:
+            raise self.refused(failed, error.message) from error
+
+    def refused(self, failed: str, reason: str) -> TritonModelException:
+        """`Failed to load model: Failed to process the request for model 'add_0_0', message: <reason>`."""
+        return TritonModelException(
+            f"{failed}: Failed to process the request for model '{self.name}', message: {reason}"
+        )
 
 
 _instance: Instance | None = None

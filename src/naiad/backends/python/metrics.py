@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from queue import SimpleQueue
 from typing import Any, ClassVar
 
-from naiad.backends.api import Services
 from naiad.backends.python import calls, current
 from naiad.backends.python.failures import TritonModelException
 from naiad.errors import NaiadError
@@ -46,7 +45,7 @@ class MetricFamily:
         _ask(
             self._notes,
             calls.NewFamily(name, description, kind_name[self._kind]),
-            "Error when creating MetricFamily: ",
+            "Error when creating MetricFamily",
         )
         weakref.finalize(self, _drop_family, self._notes, self._alive, name).atexit = False
 
@@ -63,7 +62,7 @@ class MetricFamily:
             raise TritonModelException("Failed to create metric. Unexpected buckets found.")
         named = {str(key): str(value) for key, value in (labels or {}).items()}
         bounds = tuple(float(bound) for bound in buckets or ())
-        _ask(self._notes, calls.NewMetric(self._name, named, bounds), "Error when creating Metric: ")
+        _ask(self._notes, calls.NewMetric(self._name, named, bounds), "Error when creating Metric")
         return Metric(self._name, self._kind, named, self._notes, self._alive)
 
 
@@ -87,9 +86,9 @@ class Metric:
         if self._kind is MetricKind.HISTOGRAM:
             raise self._unsupported("increment", "Increment")
         if self._kind is MetricKind.COUNTER and value < 0:
-            raise TritonModelException(
-                "Failed to increment metric value: TRITONSERVER_METRIC_KIND_COUNTER can only be incremented "
-                "monotonically by non-negative values."
+            raise self._notes.instance.refused(
+                "Failed to increment metric value",
+                "TRITONSERVER_METRIC_KIND_COUNTER can only be incremented monotonically by non-negative values.",
             )
         self._notes.increment(self._key, value)
 
@@ -112,7 +111,7 @@ class Metric:
         self._checked("get", 0.0)
         if self._kind is MetricKind.HISTOGRAM:
             raise self._unsupported("get", "Value")
-        return float(_ask(self._notes, calls.MetricValue(self._family, self._labels), "Failed to get metric value: "))
+        return float(_ask(self._notes, calls.MetricValue(self._family, self._labels), "Failed to get metric value"))
 
     def _checked(self, verb: str, value: float) -> float:
         if not self._alive[0]:
@@ -124,8 +123,9 @@ class Metric:
         return float(value)
 
     def _unsupported(self, verb: str, operation: str) -> TritonModelException:
-        return TritonModelException(
-            f"Failed to {verb} metric value: TRITONSERVER_METRIC_KIND_{self._kind.name} does not support {operation}"
+        return self._notes.instance.refused(
+            f"Failed to {verb} metric value",
+            f"TRITONSERVER_METRIC_KIND_{self._kind.name} does not support {operation}",
         )
 
 
@@ -135,8 +135,9 @@ _Key = tuple[str, tuple[tuple[str, str], ...]]
 class Notes:
     """Changes not yet passed on to the server, added up per metric. Any thread may note."""
 
-    def __init__(self, services: Services) -> None:
-        self._services = services
+    def __init__(self, instance: current.Instance) -> None:
+        self.instance = instance
+        self._services = instance.services
         self._lock = threading.Lock()
         self._sending = threading.Lock()
         self._increments: dict[_Key, float] = {}
@@ -214,15 +215,15 @@ class Notes:
 def notes_of(instance: current.Instance) -> Notes:
     """The notes of an instance, made when its model has its first metric."""
     if instance.notes is None:
-        instance.notes = Notes(instance.services)
+        instance.notes = Notes(instance)
     return instance.notes
 
 
-def _ask(notes: Notes, change: calls.MetricChange, prefix: str) -> Any:
+def _ask(notes: Notes, change: calls.MetricChange, failed: str) -> Any:
     try:
         return notes.send(change)
     except NaiadError as error:
-        raise TritonModelException(prefix + error.message) from error
+        raise notes.instance.refused(failed, error.message) from error
 
 
 def _drop_family(notes: Notes, alive: list[bool], family: str) -> None:

@@ -28,7 +28,6 @@ from naiad.backends.python.response import InferenceResponse, TritonError
 from naiad.backends.python.sender import InferenceResponseSender
 from naiad.backends.python.tensor import Tensor
 from naiad.datatypes import DataType
-from naiad.errors import NaiadError
 
 __all__ = [
     "TRITONSERVER_MEMORY_CPU",
@@ -164,17 +163,18 @@ def load_model(model_name: str, config: str = "", files: dict[str, bytes] | None
         raise TritonModelException(
             f"failed to load model '{model_name}', files should be a dictionary of file paths and file contents"
         )
-    _ask("load_model", calls.LoadCall(model_name, config, files or {}), "Failed to load model: ")
+    current.instance().ask("load_model", calls.LoadCall(model_name, config, files or {}), "Failed to load model")
 
 
 def unload_model(model_name: str, unload_dependents: bool = False) -> None:
     """Raises TritonModelException."""
-    _ask("unload_model", calls.UnloadCall(model_name, unload_dependents), "Failed to unload model: ")
+    current.instance().ask("unload_model", calls.UnloadCall(model_name, unload_dependents), "Failed to unload model")
 
 
 def is_model_ready(model_name: str, model_version: str = "") -> bool:
     """Raises TritonModelException for a version that is no number, or a model that is unknown."""
-    prefix = "Failed to check model readiness: "
+    failed = "Failed to check model readiness"
+    instance = current.instance()
     version = -1
     if model_version:
         try:
@@ -182,18 +182,12 @@ def is_model_ready(model_name: str, model_version: str = "") -> bool:
         except ValueError:
             version = -1
         if version < 0:
-            raise TritonModelException(
-                f"{prefix}failed to get model version from specified version string '{model_version}', version should "
-                "be an integral value > 0"
+            raise instance.refused(
+                failed,
+                f"failed to get model version from specified version string '{model_version}' (details: stol), version "
+                "should be an integral value > 0",
             )
-    return bool(_ask("is_model_ready", calls.ReadyCall(model_name, version), prefix))
-
-
-def _ask(method: str, argument: Any, prefix: str) -> Any:
-    try:
-        return current.instance().services.call(method, argument)
-    except NaiadError as error:
-        raise TritonModelException(prefix + error.message) from error
+    return bool(instance.ask("is_model_ready", calls.ReadyCall(model_name, version), failed))
 
 
 class _LogLevel(enum.IntEnum):

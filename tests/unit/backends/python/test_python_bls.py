@@ -27,7 +27,7 @@ def services(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     services = FakeServices()
     call = services.call
     monkeypatch.setattr(services, "call", lambda method, arguments: request.param(call(method, arguments)))
-    instance = current.Instance(services, Path("/m/1"))
+    instance = current.Instance("m_0_0", services, Path("/m/1"))
     instance.is_serving = True
     monkeypatch.setattr(current, "_instance", instance)
     return services
@@ -122,6 +122,8 @@ def test_what_is_no_request() -> None:
         InferenceRequest(model_name="n", inputs=[], requested_output_names=[""])
     with pytest.raises(pb_utils.TritonModelException, match=r"^Correlation ID must be integer or string$"):
         InferenceRequest(model_name="n", inputs=[], requested_output_names=[], correlation_id=1.5)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="needs inputs, requested_output_names and model_name"):
+        InferenceRequest(model_name="n", inputs=[])
     with pytest.raises(TypeError, match="list of requested_output_names"):
         InferenceRequest(model_name="n", inputs=[], requested_output_names="Y")
 
@@ -273,18 +275,19 @@ def test_control_of_models_that_fails(services: FakeServices) -> None:
         raise InvalidArgument("no")
 
     services.answers |= {"load_model": refused, "unload_model": refused, "is_model_ready": refused}
+    process = "Failed to process the request for model 'm_0_0', message: "
     for act, text in (
-        (lambda: pb_utils.load_model("n"), "Failed to load model: no"),
-        (lambda: pb_utils.unload_model("n"), "Failed to unload model: no"),
-        (lambda: pb_utils.is_model_ready("n"), "Failed to check model readiness: no"),
+        (lambda: pb_utils.load_model("n"), f"Failed to load model: {process}no"),
+        (lambda: pb_utils.unload_model("n"), f"Failed to unload model: {process}no"),
+        (lambda: pb_utils.is_model_ready("n"), f"Failed to check model readiness: {process}no"),
         (
             lambda: pb_utils.load_model("n", files=["x"]),  # type: ignore[arg-type]
             "failed to load model 'n', files should be a dictionary of file paths and file contents",
         ),
         (
             lambda: pb_utils.is_model_ready("n", "x"),
-            "Failed to check model readiness: failed to get model version from specified version string 'x', version "
-            "should be an integral value > 0",
+            f"Failed to check model readiness: {process}failed to get model version from specified version string 'x' "
+            "(details: stol), version should be an integral value > 0",
         ),
     ):
         with pytest.raises(pb_utils.TritonModelException) as error:

@@ -51,7 +51,7 @@ class Server:
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     server = Server()
-    instance = current.Instance(FakeServices(metric=server), Path("/m/1"))
+    instance = current.Instance("m_0_0", FakeServices(metric=server), Path("/m/1"))
     monkeypatch.setattr(current, "_instance", instance)
     yield server
     gc.collect()
@@ -127,28 +127,28 @@ def test_what_the_model_lets_go_of_is_dropped(server: Server) -> None:
         (
             MetricFamily.COUNTER,
             lambda metric: metric.increment(-1),
-            "Failed to increment metric value: TRITONSERVER_METRIC_KIND_COUNTER can only be incremented monotonically "
+            "Failed to increment metric value: Failed to process the request for model 'm_0_0', message: TRITONSERVER_METRIC_KIND_COUNTER can only be incremented monotonically "
             "by non-negative values.",
         ),
         (
             MetricFamily.COUNTER,
             lambda metric: metric.set(1),
-            "Failed to set metric value: TRITONSERVER_METRIC_KIND_COUNTER does not support Set",
+            "Failed to set metric value: Failed to process the request for model 'm_0_0', message: TRITONSERVER_METRIC_KIND_COUNTER does not support Set",
         ),
         (
             MetricFamily.GAUGE,
             lambda metric: metric.observe(1),
-            "Failed to observe metric value: TRITONSERVER_METRIC_KIND_GAUGE does not support Observe",
+            "Failed to observe metric value: Failed to process the request for model 'm_0_0', message: TRITONSERVER_METRIC_KIND_GAUGE does not support Observe",
         ),
         (
             MetricFamily.HISTOGRAM,
             lambda metric: metric.increment(1),
-            "Failed to increment metric value: TRITONSERVER_METRIC_KIND_HISTOGRAM does not support Increment",
+            "Failed to increment metric value: Failed to process the request for model 'm_0_0', message: TRITONSERVER_METRIC_KIND_HISTOGRAM does not support Increment",
         ),
         (
             MetricFamily.HISTOGRAM,
             lambda metric: metric.value(),
-            "Failed to get metric value: TRITONSERVER_METRIC_KIND_HISTOGRAM does not support Value",
+            "Failed to get metric value: Failed to process the request for model 'm_0_0', message: TRITONSERVER_METRIC_KIND_HISTOGRAM does not support Value",
         ),
     ],
 )
@@ -183,12 +183,18 @@ def test_a_metric_does_not_outlive_its_family(server: Server) -> None:
 
 def test_what_the_server_refuses(server: Server) -> None:
     server.refusal = InvalidArgument("no")
-    with pytest.raises(TritonModelException, match=r"^Error when creating MetricFamily: no$"):
+    with pytest.raises(
+        TritonModelException,
+        match=r"^Error when creating MetricFamily: Failed to process the request for model 'm_0_0', message: no$",
+    ):
         MetricFamily("f", "", MetricFamily.COUNTER)
     server.refusal = None
     family = MetricFamily("f", "", MetricFamily.COUNTER)
     server.refusal = InvalidArgument("no")
-    with pytest.raises(TritonModelException, match=r"^Error when creating Metric: no$"):
+    with pytest.raises(
+        TritonModelException,
+        match=r"^Error when creating Metric: Failed to process the request for model 'm_0_0', message: no$",
+    ):
         family.Metric()
 
 
