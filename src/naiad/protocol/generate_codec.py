@@ -1,9 +1,10 @@
 """The requests and responses of the generate extension: flat JSON objects instead of tensors. Pure."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from naiad.config.model_config import ModelConfig, TensorConfig
-from naiad.errors import InvalidArgument
+from naiad.errors import Internal, InvalidArgument
 from naiad.messages import InferRequest, InferResponse, ParameterValue, Tensor
 from naiad.protocol.json_codec import DEFAULT_MAX_INPUT_SIZE, json_data, parameter_value, tensor_data
 from naiad.protocol.json_text import members, parse, string_member
@@ -15,7 +16,7 @@ def decode_generate(
     body: bytes,
     config: ModelConfig,
     model_version: int = -1,
-    forwarded: dict[str, ParameterValue] | None = None,
+    forwarded: Mapping[str, ParameterValue] | None = None,
     max_input_size: int = DEFAULT_MAX_INPUT_SIZE,
 ) -> InferRequest:
     """Keys that are inputs become tensors, `id` the id, all others parameters; `parameters` is read like the top."""
@@ -27,12 +28,17 @@ def decode_generate(
     document = members(parse(body))
     request_id = string_member(document, "id", "Unable to parse 'id': ") if "id" in document else ""
     tensors: list[Tensor] = []
-    parameters: dict[str, ParameterValue] = dict(forwarded) if forwarded else {}
+    parameters: dict[str, ParameterValue] = {}
     levels = [document]
     if _NESTED in document:
         if _NESTED in config.inputs:
             raise InvalidArgument(f"Keyword '{_NESTED}' for nested schema also given as input tensor name")
-        levels.append(members(document[_NESTED]))
+        nested = document[_NESTED]
+        if type(nested) is not dict:
+            raise Internal(
+                f"Expected JSON object for keyword: '{_NESTED}': attempt to access JSON non-object as object"
+            )
+        levels.append(nested)
     for level in levels:
         for key, value in level.items():
             if level is document and key in ("id", _NESTED):
@@ -42,12 +48,14 @@ def decode_generate(
                 parameters[key] = parameter_value(key, value)
             else:
                 tensors.append(_tensor(tensor, value, max_input_size))
+    if forwarded:
+        parameters.update(forwarded)
     return InferRequest(config.name, tuple(tensors), model_version, request_id, parameters=parameters)
 
 
 def _tensor(config: TensorConfig, value: Any, max_input_size: int) -> Tensor:
     data = value if type(value) is list else [value]
-    shape = _shape(config, len(data)) if data else ()
+    shape = _shape(config, len(data))
     return Tensor(
         config.name,
         config.datatype,
@@ -79,7 +87,8 @@ def _no_shape(config: TensorConfig) -> InvalidArgument:
 
 
 def generate_document(response: InferResponse) -> dict[str, Any]:
-    """The flat object of a response: outputs by name, one element without its list, and the response's parameters."""
+    """The flat object of a response: outputs by name, one element without its list, and the response's parameters,
+    all in the order of their names."""
     document: dict[str, Any] = {"id": response.id} if response.id else {}
     document["model_name"] = response.model_name
     document["model_version"] = str(response.model_version)
@@ -87,4 +96,4 @@ def generate_document(response: InferResponse) -> dict[str, Any]:
         data = json_data(tensor)
         document[tensor.name] = data[0] if len(data) == 1 else data
     document.update(response.parameters)
-    return document
+    return dict(sorted(document.items()))

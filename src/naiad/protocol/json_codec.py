@@ -113,12 +113,14 @@ def decode_request(
     request_id = ""
     if "id" in document:
         request_id = string_member(document, "id", "Unable to parse 'id': ")
-    parameters: dict[str, ParameterValue] = dict(forwarded) if forwarded else {}
+    parameters: dict[str, ParameterValue] = {}
     sequence: SequenceControl | None = None
     priority = timeout_us = 0
     binary_default = False
     if "parameters" in document:
         sequence, priority, timeout_us, binary_default = _read_parameters(document["parameters"], parameters)
+    if forwarded:
+        parameters.update(forwarded)
 
     tail = memoryview(body)
     at = json_size
@@ -130,6 +132,8 @@ def decode_request(
         if type(item) is not dict:
             item = {}
         given = item.get("parameters")
+        if given is not None and type(given) is not dict:
+            given = None
         if given or "data" not in item:
             _check_source(item, given)
         # The checks of these members take longer than their access does, and are done for what is wrong only.
@@ -293,8 +297,10 @@ def _read_parameters(
 
 def parameter_value(key: str, value: Any) -> ParameterValue:
     """A free parameter. Raises InvalidArgument for null, arrays and objects."""
-    if isinstance(value, (str, bool, int, float)):
+    if isinstance(value, (str, bool, float)):
         return value
+    if isinstance(value, int):
+        return value if value <= _LARGEST_COUNT else float(value)
     raise InvalidArgument(f"parameter '{key}' has invalid type. It should be either 'int', 'bool', or 'string'.")
 
 
@@ -360,7 +366,7 @@ def _read_output(item: Any) -> OutputSpec:
         region = string_member(given, "shared_memory_region", "Unable to parse 'shared_memory_region': ")
         if classification:
             raise InvalidArgument("Output can't set both 'shared_memory_region' and 'classification'")
-        if "binary_data" in given:
+        if given.get("binary_data") is True:
             raise InvalidArgument("Output can't set both 'shared_memory_region' and 'binary_data'")
         offset, byte_size = _read_region_part(given)
     binary = False
@@ -377,13 +383,13 @@ def tensor_data(
     Integers wrap around to the width of the data type; numbers beyond FP32 become infinite. Without elements the array
     is not looked at. The number of BYTES elements is left to the engine, as Triton leaves it to its core.
     """
+    if count == 0:
+        return b""
     if datatype in _BINARY_ONLY:
         raise InvalidArgument(
             f"receiving {datatype.name} data via JSON is not supported. "
             f"Please use the binary data format for input {name}"
         )
-    if count == 0:
-        return b""
     if type(data) is not list:
         raise Internal("Unable to parse 'data': attempt to access JSON non-array as array")
     byte_size = count * datatype.byte_size

@@ -186,11 +186,11 @@ class TestRequest:
                     "f": 0.5,
                 },
             },
-            forwarded={"X-Color": "red"},
+            forwarded={"X-Color": "red", "t": "header"},
         )
         assert request.sequence == SequenceControl("s", False, True)
         assert (request.priority, request.timeout_us) == (1, 2)
-        assert request.parameters == {"X-Color": "red", "t": "x", "f": 0.5}
+        assert request.parameters == {"X-Color": "red", "t": "header", "f": 0.5}
         assert plan == ALL_BINARY
 
     def test_outputs(self) -> None:

@@ -2,19 +2,18 @@
 
 import zlib
 
-from naiad.errors import InvalidArgument, Unsupported
+from naiad.errors import InvalidArgument
 
 _AUTOMATIC = zlib.MAX_WBITS | 32
 _WINDOW = {"gzip": zlib.MAX_WBITS | 16, "deflate": zlib.MAX_WBITS}
+ENCODINGS = frozenset(_WINDOW)
 
 
-def decompress(encoding: str, body: bytes, max_size: int) -> bytes:
+def decompress(body: bytes, max_size: int) -> bytes:
     """The plain body. What is cut short or damaged is taken as far as it goes, as Triton takes it.
 
-    Raises Unsupported for another encoding than gzip and deflate, InvalidArgument beyond `max_size` bytes.
+    gzip and deflate are told apart by their first bytes. Raises InvalidArgument beyond `max_size` bytes.
     """
-    if encoding not in _WINDOW:
-        raise Unsupported("Unsupported compression type")
     stream = zlib.decompressobj(_AUTOMATIC)
     parts: list[bytes] = []
     size = 0

@@ -3,10 +3,10 @@
 import asyncio
 from collections import deque
 
-from naiad.errors import Internal, InvalidArgument, NaiadError
+from naiad.errors import InvalidArgument, NaiadError
 from naiad.frontends.http.disconnects import Disconnects
 from naiad.frontends.http.inference import HeaderForwarding, InferenceEngine, ServedModel
-from naiad.frontends.http.replies import EVENTS, JSON, HttpProtocol, Scope, StreamTransport, status_of
+from naiad.frontends.http.replies import EVENTS, JSON, HttpProtocol, Scope, StreamTransport
 from naiad.messages import InferResponse, Result
 from naiad.protocol.generate_codec import decode_generate, generate_document
 from naiad.protocol.json_codec import DEFAULT_MAX_INPUT_SIZE
@@ -14,6 +14,10 @@ from naiad.protocol.json_text import dump, error_document
 
 #: A stream whose client reads so slowly that this much has gathered is ended.
 _MAX_BACKLOG = 64 << 20
+_NOT_ONE = error_document(
+    "generate expects model to produce exactly 1 response, use generate stream for model that generates various number "
+    "of responses"
+)
 
 
 class _Responses:
@@ -96,9 +100,7 @@ class Generation:
             raise InvalidArgument("Unsupported content-encoding, only 'identity' is supported.")
         body = await proto()
         forwarded = self._forwarding(headers)
-        request = decode_generate(
-            body, model.config, version, dict(forwarded) if forwarded else None, self._max_input_size
-        )
+        request = decode_generate(body, model.config, version, forwarded, self._max_input_size)
         responses = _Responses(keep_all=stream)
         call = self._engine.infer(request, responses)
         waiting = self._disconnects.add(proto, call)
@@ -117,19 +119,9 @@ class Generation:
 async def _single(proto: HttpProtocol, responses: _Responses) -> None:
     while not responses.final:
         await responses.more()
-    status = responses.status
-    if responses.count == 1:
-        text = responses.texts[0]
-    else:
-        error = Internal(
-            "generate expects model to produce exactly 1 response, use generate stream for model that generates "
-            "various number of responses"
-        )
-        text = error_document(error.message)
-        if not responses.count:
-            status = status_of(error)
+    text = responses.texts[0] if responses.count == 1 else _NOT_ONE
     # In chunks, as Triton answers here.
-    transport = proto.response_stream(status, JSON)
+    transport = proto.response_stream(responses.status, JSON)
     await transport.send_bytes(text)
 
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from naiad.config.model_config import ModelConfig
 from naiad.errors import InvalidArgument, NaiadError, NotFound, Unsupported
-from naiad.frontends.http.compression import choose, compress, decompress
+from naiad.frontends.http.compression import ENCODINGS, choose, compress, decompress
 from naiad.frontends.http.disconnects import Cancellable, Disconnects
 from naiad.frontends.http.replies import JSON, PLAIN, Headers, HttpProtocol, RequestHeaders, Scope, reply_error
 from naiad.messages import InferRequest, InferResponse, ParameterValue, ResponseSink, Result, Tensor
@@ -29,6 +29,7 @@ from naiad.protocol.regions import Regions, is_local_peer
 
 #: JSON texts from this many bytes on are read and written in a thread, so that the loop goes on.
 LARGE = 1 << 20
+_UNKNOWN_ENCODING: Headers = [*PLAIN, ("accept-encoding", "gzip, deflate")]
 
 
 class ServedModel(Protocol):
@@ -169,10 +170,13 @@ class Inference:
         body = await proto()
         encoding = headers.get("content-encoding")
         if encoding is not None and encoding != "identity":
+            if encoding not in ENCODINGS:
+                reply_error(proto, Unsupported("Unsupported compression type"), _UNKNOWN_ENCODING)
+                return
             if len(body) >= LARGE:
-                body = await asyncio.to_thread(decompress, encoding, body, self._max_input_size)
+                body = await asyncio.to_thread(decompress, body, self._max_input_size)
             else:
-                body = decompress(encoding, body, self._max_input_size)
+                body = decompress(body, self._max_input_size)
         json_size = header_length(headers.get("inference-header-content-length"), len(body))
         regions: dict[str, RegionOutput] = {}
         accepted = headers.get("accept-encoding")

@@ -14,7 +14,6 @@ from naiad.frontends.http.replies import JSON, PLAIN, HttpProtocol, Scope, reply
 from naiad.messages import IndexEntry, ModelMetadata, ModelStatistics, ServerMetadata
 from naiad.protocol import documents
 from naiad.protocol.json_text import (
-    NO_OBJECT,
     boolean_member,
     dump,
     error_document,
@@ -99,9 +98,7 @@ class Management:
         ready = False
         document = await _document(proto)
         if "ready" in document:
-            if type(document["ready"]) is not bool:
-                raise InvalidArgument("Invalid value for 'ready': expected a boolean")
-            ready = document["ready"]
+            ready = boolean_member(document, "ready")
         reply_json(proto, documents.index(await self._engine.index(ready)))
 
     async def load(self, scope: Scope, proto: HttpProtocol, name: str) -> None:
@@ -113,7 +110,7 @@ class Management:
                 if key == "config":
                     parameters[key] = string_member(given, key)
                 elif key.startswith("file:"):
-                    parameters[key] = _from_base64(key, string_member(given, key))
+                    parameters[key] = _from_base64(string_member(given, key), f"'{key}' must be valid base64")
                 else:
                     raise Internal("unexpected error on creating Triton parameter")
         await self._engine.load(name, parameters)
@@ -124,8 +121,8 @@ class Management:
         document = await _document(proto)
         if "parameters" in document:
             given = members(document["parameters"])
-            if "unload_dependents" in given:
-                unload_dependents = boolean_member(given, "unload_dependents")
+            # Triton takes anything else for false.
+            unload_dependents = given.get("unload_dependents") is True
         await self._engine.unload(name, unload_dependents)
         proto.response_empty(200, JSON)
 
@@ -160,11 +157,10 @@ class Management:
         document = parse(await proto())
         if type(document) is not dict or "raw_handle" not in document:
             raise InvalidArgument("Shared memory register request has no 'raw_handle' field")
-        if "byte_size" not in document:
-            raise InvalidArgument("Shared memory register request has no 'byte_size' field")
-        raw_handle = _from_base64("raw_handle", string_member(document["raw_handle"], "b64"))
+        text = string_member(document["raw_handle"], "b64")
         byte_size = unsigned_member(document, "byte_size")
         device_id = unsigned_member(document, "device_id")
+        raw_handle = _from_base64(text, "'raw_handle' must be a valid base64 encoded cudaIpcMemHandle_t")
         self._region_registry().register_cuda(name, raw_handle, device_id, byte_size, is_local_peer(scope.client))
         proto.response_empty(200, JSON)
 
@@ -202,18 +198,16 @@ async def _settings(settings: Settings | None, what: str, model: str | None, sco
 
 
 async def _document(proto: HttpProtocol) -> Mapping[str, Any]:
-    """The object in the body; an empty body is an empty object."""
+    """The object in the body; an empty body, and what is no object, is an empty one."""
     body = await proto()
     if not body:
         return {}
     document = parse(body)
-    if type(document) is not dict:
-        raise Internal(NO_OBJECT)
-    return document
+    return document if type(document) is dict else {}
 
 
-def _from_base64(name: str, text: str) -> bytes:
+def _from_base64(text: str, complaint: str) -> bytes:
     try:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise InvalidArgument(f"'{name}' is not base64: {error}") from error
+        raise InvalidArgument(complaint) from error

@@ -141,6 +141,6 @@ def _with_encoded_slash(path: str) -> str:
 
 async def _refuse_version(scope: Scope, proto: HttpProtocol, text: str) -> None:
     raise InvalidArgument(
-        f"failed to get model version from specified version string '{text}' (details: stoll), version should be an "
+        f"failed to get model version from specified version string '{text}' (details: stol), version should be an "
         "integral value > 0"
     )

