@@ -148,7 +148,8 @@ def decode(
     if message.parameters:
         parameters, sequence, priority, timeout_us, empty_final = _request_parameters(message.parameters)
     inputs: list[Tensor] = []
-    outputs = message.outputs
+    # Slices of repeated fields are lists, which take half the time to walk through that the fields take themselves.
+    outputs = message.outputs[:]
     reply = _PLAIN_EMPTY_FINAL if empty_final else _PLAIN
     names: tuple[str, ...] = ()
     if outputs:
@@ -158,7 +159,7 @@ def decode(
                 reply = _reply(outputs, regions, peer, empty_final)
                 break
     used = 0
-    for tensor in message.inputs:
+    for tensor in message.inputs[:]:
         name = tensor.name
         data: Buffer
         if tensor.parameters and (region := _region(name, tensor.parameters)) is not None:
@@ -185,7 +186,7 @@ def decode(
         datatype = BY_NAME.get(tensor.datatype)
         if datatype is None:
             raise _invalid_datatype(message.id, name, config)
-        inputs.append(Tensor(name, datatype, tuple(tensor.shape), data))
+        inputs.append(Tensor(name, datatype, tuple(tensor.shape[:]), data))
     request = InferRequest(
         message.model_name,
         tuple(inputs),

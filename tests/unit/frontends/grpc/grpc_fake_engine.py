@@ -76,8 +76,8 @@ def fail(call: FakeCall) -> None:
 
 
 class FakeEngine:
-    """`identity` echoes, `held` waits in `calls` for the test, `repeat` is decoupled, `ended_late` fails at once and
-    `broken` has a bug."""
+    """`identity` echoes, `held` and `held_decoupled` wait in `calls` for the test, `repeat` is decoupled, `fails` answers
+    with an error and `broken` has a bug."""
 
     def __init__(self) -> None:
         self.calls: asyncio.Queue[FakeCall] = asyncio.Queue()
@@ -90,10 +90,8 @@ class FakeEngine:
             for model in (
                 FakeModel(config("identity", max_batch_size=8), FakeCall.echo),
                 FakeModel(config("held"), self.calls.put_nowait),
-                FakeModel(config("held_fails"), self.calls.put_nowait),
                 FakeModel(config("held_decoupled", decoupled=True), self.calls.put_nowait),
                 FakeModel(config("repeat", "TYPE_INT32", decoupled=True), repeat),
-                FakeModel(config("texts", "TYPE_STRING"), FakeCall.echo),
                 FakeModel(config("fails"), fail),
                 FakeModel(config("broken"), self._break),
             )
