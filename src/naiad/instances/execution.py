@@ -459,32 +459,34 @@ class RequestExecution:
         copy = not frame.one_shot
         for tensor in frame.inputs:
             spec = self._signature.reshaped_inputs.get(tensor.name)
-            for index, array in enumerate(self._split(tensor, frame.rows, data)):
+            for index, array in enumerate(self._split(tensor, frame.rows, data, copy)):
                 if array is not None:
-                    if copy and tensor.datatype != _BYTES:
-                        array = array.copy()
                     if spec is not None:
                         array = _reshape_input(array, spec, self._signature.batching)
                     arrays[index][tensor.name] = array
         names = self._signature.output_names
         return [HostRequest(self, frame.batch, i, arrays[i], details[i], names) for i in range(count)]
 
-    def _split(self, tensor: Input, rows: list[int], data: memoryview) -> list[Array | None]:
-        if len(rows) == 1 and tensor.shapes is None:
-            return [_array(tensor.datatype, tensor.shape, data, tensor.offset, tensor.byte_size)]
+    def _split(self, tensor: Input, rows: list[int], data: memoryview, copy: bool) -> list[Array | None]:
+        offset = tensor.offset
+        if copy and tensor.datatype != _BYTES:
+            # Of the whole column: many small copies would take longer.
+            data = memoryview(bytearray(data[offset : offset + tensor.byte_size]))
+            offset = 0
         split: list[Array | None] = []
         if tensor.shapes is None:
-            array = _array(tensor.datatype, tensor.shape, data, tensor.offset, tensor.byte_size)
+            array = _array(tensor.datatype, tensor.shape, data, offset, tensor.byte_size)
+            if len(rows) == 1:
+                return [array]
             start = 0
             for count in rows:
                 split.append(array[start : start + count])
                 start += count
             return split
         assert tensor.sizes is not None
-        at = tensor.offset
         for shape, size in zip(tensor.shapes, tensor.sizes, strict=True):
-            split.append(None if shape is None else _array(tensor.datatype, shape, data, at, size))
-            at += size
+            split.append(None if shape is None else _array(tensor.datatype, shape, data, offset, size))
+            offset += size
         return split
 
 

@@ -1,7 +1,8 @@
 """What the server, the zygotes and the hosts say to each other: msgpack arrays, nothing pickled.
 
 Four conversations, each on a socket of its own: server and zygote, server and host (control), server and
-instance (batches). Tensors are not in the frames: they lie in arenas, and a frame says where.
+instance (batches). Tensors are not in the frames: they lie in arenas, and a frame says where. Those of batches are
+in no reference cycle, so the garbage collector need not know of them.
 """
 
 from typing import Any
@@ -41,7 +42,7 @@ def failure(error: BaseException) -> Failure:
 # ---- batches -------------------------------------------------------------------------------------------------
 
 
-class Input(msgspec.Struct, array_like=True):
+class Input(msgspec.Struct, array_like=True, gc=False):
     """An input of a batch: the rows of all requests, one behind the other, from `offset` on.
 
     `shape` is that of the whole batch. `sizes` are the bytes of each request, where equal rows do not tell them
@@ -58,7 +59,7 @@ class Input(msgspec.Struct, array_like=True):
     shapes: list[tuple[int, ...] | None] | None
 
 
-class Details(msgspec.Struct, array_like=True):
+class Details(msgspec.Struct, array_like=True, gc=False):
     """What a RequestBackend may want to know of a request besides its tensors."""
 
     id: str
@@ -70,7 +71,7 @@ class Details(msgspec.Struct, array_like=True):
     timeout_us: int
 
 
-class Execute(msgspec.Struct, array_like=True):
+class Execute(msgspec.Struct, array_like=True, gc=False):
     """One batch. `outputs` are those anybody asked for, empty for all. `details` is None where all are defaults.
 
     With `one_shot` > 0 the inputs lie in a memfd of that many bytes which comes with the frame, else in the
@@ -85,7 +86,7 @@ class Execute(msgspec.Struct, array_like=True):
     one_shot: int
 
 
-class Output(msgspec.Struct, array_like=True):
+class Output(msgspec.Struct, array_like=True, gc=False):
     """An output of a batch or of one response: in the frame (`data`), else at `offset` of arena or one-shot.
 
     `sizes` are the bytes of each request's rows where equal rows do not tell them (BYTES).
@@ -100,7 +101,7 @@ class Output(msgspec.Struct, array_like=True):
     data: bytes | None
 
 
-class Response(msgspec.Struct, array_like=True):
+class Response(msgspec.Struct, array_like=True, gc=False):
     """A response to request `index` of a batch; neither outputs nor failure: only the ending."""
 
     index: int
@@ -110,7 +111,7 @@ class Response(msgspec.Struct, array_like=True):
     final: bool
 
 
-class Results(msgspec.Struct, array_like=True):
+class Results(msgspec.Struct, array_like=True, gc=False):
     """Results of a batch, one frame or several. `outputs` are batched: the server splits them by rows.
 
     `failure` is for all requests that have no final response yet. `times` (received, inputs ready, outputs

@@ -62,38 +62,37 @@ def lay_out(requests: Sequence[InferRequest]) -> Layout:
         return Layout(inputs, columns, at)
     for tensors in _columns(requests):
         tensor = next(t for t in tensors if t is not None)
-        rest = tensor.shape[1:]
-        parts = [t.data for t in tensors if t is not None]
-        size = sum(map(len, parts))
-        sizes: list[int] | None = None
-        shapes: list[tuple[int, ...] | None] | None = None
+        shape, rest = tensor.shape, tensor.shape[1:]
+        parts: list[Buffer] = []
         rows = 0
         for t in tensors:
-            if t is None or t.shape[1:] != rest:
-                shapes = [None if t is None else t.shape for t in tensors]
-                sizes = [0 if t is None else len(t.data) for t in tensors]
+            # Most shapes of a batch are equal: that is the cheaper question.
+            if t is None or (t.shape != shape and t.shape[1:] != rest):
+                rows = -1
                 break
             rows += t.shape[0]
-        shape = (rows, *rest) if shapes is None else tensor.shape
+            parts.append(t.data)
+        sizes: list[int] | None = None
+        shapes: list[tuple[int, ...] | None] | None = None
+        if rows < 0:
+            parts = [t.data for t in tensors if t is not None]
+            shapes = [None if t is None else t.shape for t in tensors]
+            sizes = [0 if t is None else len(t.data) for t in tensors]
+        else:
+            shape = (rows, *rest)
+        size = sum(map(len, parts))
         inputs.append(Input(tensor.name, tensor.datatype.number, shape, at, size, sizes, shapes))
         columns.append(parts)
         at = (at + size + 63) & -64
     return Layout(inputs, columns, at)
 
 
-def _columns(requests: Sequence[InferRequest]) -> list[list[Tensor | None]]:
+def _columns(requests: Sequence[InferRequest]) -> Sequence[Sequence[Tensor | None]]:
     """The tensors of each input, in the order of the requests, None where a request lacks it."""
-    first = requests[0].inputs
-    count = len(first)
-    if all(len(request.inputs) == count for request in requests):
-        columns: list[list[Tensor | None]] = []
-        for index, tensor in enumerate(first):
-            name = tensor.name
-            column: list[Tensor | None] = [request.inputs[index] for request in requests]
-            if any(t.name != name for t in column):  # type: ignore[union-attr]
-                break
-            columns.append(column)
-        else:
+    inputs = [request.inputs for request in requests]
+    if len({len(tensors) for tensors in inputs}) == 1:
+        columns = list(zip(*inputs, strict=True))
+        if all(len({tensor.name for tensor in column}) == 1 for column in columns):
             return columns
     names = {tensor.name: None for request in requests for tensor in request.inputs}
     by_name = [{tensor.name: tensor for tensor in request.inputs} for request in requests]
@@ -167,9 +166,12 @@ def split(outputs: Sequence[Output], rows: Sequence[int], region: memoryview) ->
                 at += size
         else:
             row_size = output.byte_size // row_count
+            shape = (1, *rest)
             for count in rows:
+                if count != shape[0]:
+                    shape = (count, *rest)
                 end = at + count * row_size
-                column.append(Tensor(name, datatype, (count, *rest), data[at:end]))
+                column.append(Tensor(name, datatype, shape, data[at:end]))
                 at = end
         columns.append(column)
     if not columns:

@@ -371,3 +371,11 @@ async def test_nothing_is_left_behind_by_models_that_come_and_go(lab):
         await round_trip()
     assert state() == before
     assert children_of(children_of(os.getpid())[0]) == []
+
+
+async def test_the_last_models_of_a_host_may_leave_together(make_lab):
+    async with make_lab(isolation="backend") as lab:
+        models = [await lab.load("Misbehaving", STRINGS, name=name) for name in "abc"]
+        (pid,) = models[0].pids
+        await asyncio.gather(*(model.close() for model in models))
+        assert not is_alive(pid)
