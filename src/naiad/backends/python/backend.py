@@ -110,7 +110,7 @@ class PythonBackend(RequestBackend):
             execute = self._model.execute
         except AttributeError:
             raise Internal(f"Python model {self._path} does not implement `execute` method.") from None
-        responses = execute(received)
+        responses = execute(received.copy())  # the model may do with its list what it likes
         if asyncio.iscoroutine(responses):
             responses = self._run_coroutine(responses, received)
         if responses is None:
@@ -146,7 +146,7 @@ class PythonBackend(RequestBackend):
     def _answer(
         self, received: list[ReceivedRequest], responses: list[InferenceResponse | None]
     ) -> list[ReceivedRequest]:
-        """Sends the responses and waits for those the model sends itself. Empties `received`.
+        """Sends the responses and waits for those the model sends itself; in that case `received` ends empty.
 
         What the model wants rescheduled is the result: it goes through `execute` once more.
         """
