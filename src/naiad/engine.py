@@ -100,13 +100,13 @@ class Engine:
         call = Call(request, rows, signature, sink, model, model.scheduler)
         try:
             model.scheduler.submit(call)
-        except NaiadError as error:
+        except NaiadError:
             statistics = model.statistics
             statistics.failures["REJECTED"] += 1
             statistics.infer.fail.add(time.monotonic_ns() - call.queued_ns)
             call.ended = True
             model.release()
-            raise type(error)(f"[request id: {request.id or '<id_unknown>'}] {error.message}") from error
+            raise
         return call
 
     async def infer_once(self, request: InferRequest) -> InferResponse:

@@ -53,6 +53,11 @@ class InferRequest(msgspec.Struct, frozen=True):
     priority: int = 0
     timeout_us: int = 0
 
+    @property
+    def label(self) -> str:
+        """How error texts begin that name the request, as Triton's do."""
+        return f"[request id: {self.id or '<id_unknown>'}] "
+
 
 class InferResponse(msgspec.Struct, frozen=True):
     """One answer of a model. A call of a decoupled model has any number of them.

@@ -104,7 +104,7 @@ class RequestCheck:
         given = set(names)
         if len(given) != len(names):
             twice = next(name for index, name in enumerate(names) if name in names[:index])
-            raise InvalidArgument(f"{_id(request)}input '{twice}' already exists in request")
+            raise InvalidArgument(f"{request.label}input '{twice}' already exists in request")
         if not len(self._required) <= len(names) <= len(self._order):
             if len(self._required) == len(self._order):
                 expected = f"expected {len(self._order)} inputs"
@@ -115,7 +115,7 @@ class RequestCheck:
             # The bracket is only opened before the first missing name: Triton's text as recorded.
             missing_text = f"[{','.join(missing)}]" if missing else "]"
             raise InvalidArgument(
-                f"{_id(request)}{expected} but got {len(names)} inputs for model '{self._model}'. Got input(s) [{got}], "
+                f"{request.label}{expected} but got {len(names)} inputs for model '{self._model}'. Got input(s) [{got}], "
                 f"but missing required input(s) {missing_text}. Please provide all required input(s)."
             )
         for name in reversed(names):
@@ -129,7 +129,7 @@ class RequestCheck:
                 # Without any dimension the shape is wrong in a way that the shape check words best.
                 if self._inputs[tensor.name].dims:
                     raise InvalidArgument(
-                        f"{_id(request)}input '{tensor.name}' has no shape but model requires batch dimension for "
+                        f"{request.label}input '{tensor.name}' has no shape but model requires batch dimension for "
                         f"'{self._model}'"
                     )
                 continue
@@ -137,11 +137,11 @@ class RequestCheck:
                 rows = tensor.shape[0]
             elif tensor.shape[0] != rows:
                 raise InvalidArgument(
-                    f"{_id(request)}input '{tensor.name}' batch size does not match other inputs for '{self._model}'"
+                    f"{request.label}input '{tensor.name}' batch size does not match other inputs for '{self._model}'"
                 )
         if rows > self._max_batch_size:
             raise InvalidArgument(
-                f"{_id(request)}inference request batch-size must be <= {self._max_batch_size} for '{self._model}'"
+                f"{request.label}inference request batch-size must be <= {self._max_batch_size} for '{self._model}'"
             )
         return rows
 
@@ -151,18 +151,18 @@ class RequestCheck:
             spec = self._inputs[tensor.name]
             if tensor.datatype is not spec.datatype:
                 return InvalidArgument(
-                    f"{_id(request)}inference input '{tensor.name}' data-type is '{tensor.datatype.name}', but model "
+                    f"{request.label}inference input '{tensor.name}' data-type is '{tensor.datatype.name}', but model "
                     f"'{self._model}' expects '{spec.datatype.name}'"
                 )
             if not _matches(tensor.shape[1:] if batching else tensor.shape, spec.dims):
                 if -1 in tensor.shape or any(extent < -1 for extent in tensor.shape):
                     return InvalidArgument(
-                        f"{_id(request)}All input dimensions should be specified for input '{tensor.name}' for model "
+                        f"{request.label}All input dimensions should be specified for input '{tensor.name}' for model "
                         f"'{self._model}', got {_shape(tensor.shape)}"
                     )
                 expected = (-1, *spec.dims) if batching else spec.dims
                 return InvalidArgument(
-                    f"{_id(request)}unexpected shape for input '{tensor.name}' for model '{self._model}'. Expected "
+                    f"{request.label}unexpected shape for input '{tensor.name}' for model '{self._model}'. Expected "
                     f"{_shape(expected)}, got {_shape(tensor.shape)}. {_BATCH_NOTE if batching else ''}"
                 )
         raise AssertionError("this is a bug: a mismatch that cannot be found again")
@@ -177,7 +177,7 @@ class RequestCheck:
         expected = count * tensor.datatype.byte_size
         if size != expected or (self._max_batch_size and not tensor.shape[0]):
             raise InvalidArgument(
-                f"{_id(request)}input byte size mismatch for input '{tensor.name}' for model '{self._model}'. Expected "
+                f"{request.label}input byte size mismatch for input '{tensor.name}' for model '{self._model}'. Expected "
                 f"{expected}, got {size}"
             )
 
@@ -191,13 +191,13 @@ def _check_bytes(request: InferRequest, tensor: Tensor, expected: int, model: st
     while at < end:
         if end - at < 4:
             raise InvalidArgument(
-                f"{_id(request)}incomplete string length indicator for inference input '{tensor.name}' for model "
+                f"{request.label}incomplete string length indicator for inference input '{tensor.name}' for model "
                 f"'{model}', expecting 4 bytes but only {end - at} bytes available. Please make sure the string length "
                 "indicator is in one buffer."
             )
         if count >= expected:
             raise InvalidArgument(
-                f"{_id(request)}unexpected number of string elements {count + 1} for inference input '{tensor.name}' "
+                f"{request.label}unexpected number of string elements {count + 1} for inference input '{tensor.name}' "
                 f"for model '{model}', expecting {expected}"
             )
         (length,) = unpack(data, at)
@@ -211,13 +211,9 @@ def _check_bytes(request: InferRequest, tensor: Tensor, expected: int, model: st
         count += 1
     if count != expected:
         raise InvalidArgument(
-            f"{_id(request)}expected {expected} string elements for inference input '{tensor.name}' for model '{model}', "
+            f"{request.label}expected {expected} string elements for inference input '{tensor.name}' for model '{model}', "
             f"got {count}"
         )
-
-
-def _id(request: InferRequest) -> str:
-    return f"[request id: {request.id or '<id_unknown>'}] "
 
 
 def _shape(shape: tuple[int, ...]) -> str:

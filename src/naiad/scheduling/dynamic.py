@@ -17,6 +17,10 @@ from naiad.scheduling.queue import Batch, RequestQueue, WaitUntil
 from naiad.scheduling.scheduler import Call
 
 
+#: The text of a scheduler that takes no more calls.
+STOPPED = "Server is stopping, scheduler for model has stopped accepting new inference requests"
+
+
 class Execution:
     """A batch on its way through an instance; implements `instances.instance.Execution`."""
 
@@ -117,9 +121,9 @@ class DynamicScheduler:
         return len(self._queue)
 
     def submit(self, call: Call) -> None:
-        if self._closed:
-            raise Unavailable("Server is stopping, scheduler for model has stopped accepting new inference requests")
         request = call.request
+        if self._closed:
+            raise Unavailable(request.label + STOPPED)
         self._queue.put(call, call.queued_ns, request.priority, request.timeout_us)
         self._statistics.pending += 1
         if self._order is not None:

@@ -28,7 +28,7 @@ from naiad.messages import (
     SequenceControl,
     Tensor,
 )
-from naiad.scheduling.dynamic import count_execution
+from naiad.scheduling.dynamic import STOPPED, count_execution
 from naiad.scheduling.scheduler import Call
 
 #: How a step is run; `Engine.infer`.
@@ -83,7 +83,7 @@ class EnsembleScheduler:
 
     def submit(self, call: Call) -> None:
         if self._closed:
-            raise Unavailable("Server is stopping, scheduler for model has stopped accepting new inference requests")
+            raise Unavailable(call.request.label + STOPPED)
         run = _Run(self, call, wanted_steps(self.config, self.members, call.request.outputs))
         call.execution = run
         run.start()
@@ -351,7 +351,7 @@ class _Run:
         else:
             self.abort(
                 InvalidArgument(
-                    f"in ensemble '{self._scheduler.config.name}', [request id: {self._call.request.id or '<id_unknown>'}] "
+                    f"in ensemble '{self._scheduler.config.name}', {self._call.request.label}"
                     "unexpected deadlock, at least one output is not set while no more ensemble steps can be made"
                 )
             )

@@ -22,11 +22,13 @@ import msgspec
 
 from naiad.config.model_config import QueuePolicy
 from naiad.errors import Unavailable
+from naiad.messages import InferRequest
 
 
 class Queued(Protocol):
     """What the queue must know of a call; it writes `level` and `deadline_ns`."""
 
+    request: InferRequest
     rows: int
     signature: object
     queued_ns: int
@@ -115,7 +117,7 @@ class RequestQueue:
         level = self._levels[number]
         policy = level.policy
         if policy.max_queue_size and level.size >= policy.max_queue_size:
-            raise Unavailable("Exceeds maximum queue size")
+            raise Unavailable(call.request.label + "Exceeds maximum queue size")
         call.level = number
         limit_us = timeout_of(policy, timeout_us)
         if limit_us:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from naiad.config.model_config import QueuePolicy
 from naiad.errors import Unavailable
+from naiad.messages import InferRequest
 from naiad.scheduling.queue import Batch, Empty, RequestQueue, WaitUntil
 
 US = 1000
@@ -15,6 +16,7 @@ US = 1000
 
 @dataclass(eq=False)
 class FakeCall:
+    request: InferRequest = InferRequest("m", ())
     rows: int = 1
     signature: object = None
     queued_ns: int = 0
@@ -51,7 +53,7 @@ def test_an_empty_queue_says_so() -> None:
     ids=["all that fit", "to the brim", "no call is skipped for a smaller one", "a full call alone", "order is kept"],
 )
 def test_without_a_delay_whatever_waits_is_sent(waiting: list[int], taken: list[int]) -> None:
-    queue = filled(RequestQueue(8), [FakeCall(rows) for rows in waiting])
+    queue = filled(RequestQueue(8), [FakeCall(rows=rows) for rows in waiting])
     assert rows_of(queue.take(0)) == taken
     assert len(queue) == len(waiting) - len(taken)
 
@@ -69,7 +71,7 @@ def test_without_a_delay_whatever_waits_is_sent(waiting: list[int], taken: list[
 def test_the_largest_preferred_size_on_the_way_wins(
     waiting: list[int], preferred: tuple[int, ...], taken: list[int]
 ) -> None:
-    queue = filled(RequestQueue(8, preferred=preferred), [FakeCall(rows) for rows in waiting])
+    queue = filled(RequestQueue(8, preferred=preferred), [FakeCall(rows=rows) for rows in waiting])
     assert rows_of(queue.take(0)) == taken
 
 
@@ -80,7 +82,7 @@ def test_an_incomplete_batch_waits_for_the_delay_of_its_oldest_call() -> None:
 
 
 def test_a_batch_that_cannot_grow_does_not_wait() -> None:
-    queue = filled(RequestQueue(8, max_delay_ns=100), [FakeCall(5), FakeCall(5)])
+    queue = filled(RequestQueue(8, max_delay_ns=100), [FakeCall(rows=5), FakeCall(rows=5)])
     assert rows_of(queue.take(0)) == [5]
 
 
@@ -91,7 +93,7 @@ def test_different_signatures_do_not_share_a_batch() -> None:
 
 
 def test_without_merging_each_call_is_a_batch() -> None:
-    queue = filled(RequestQueue(8, merge=False), [FakeCall(2), FakeCall(1)])
+    queue = filled(RequestQueue(8, merge=False), [FakeCall(rows=2), FakeCall(rows=1)])
     assert rows_of(queue.take(0)) == [2]
     assert rows_of(queue.take(0)) == [1]
 
@@ -180,7 +182,7 @@ def test_every_call_comes_out_exactly_once(
     for step in steps:
         match step:
             case ("put", int(rows), int(signature), int(priority)):
-                call = FakeCall(rows, signature, now)
+                call = FakeCall(rows=rows, signature=signature, queued_ns=now)
                 queue.put(call, now, priority)
                 inside.append(call)
                 count += 1
