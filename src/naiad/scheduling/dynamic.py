@@ -16,7 +16,6 @@ from naiad.messages import BatchStatistics, InferRequest, InferResponse, ModelSt
 from naiad.scheduling.queue import Batch, RequestQueue, WaitUntil
 from naiad.scheduling.scheduler import Call
 
-
 #: The text of a scheduler that takes no more calls.
 STOPPED = "Server is stopping, scheduler for model has stopped accepting new inference requests"
 

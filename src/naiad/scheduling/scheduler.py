@@ -36,6 +36,8 @@ class Lease(Protocol):
 
     statistics: ModelStatistics
 
+    def lease(self) -> None: ...
+
     def release(self) -> None: ...
 
 

@@ -44,6 +44,9 @@ class Lease:
         self.statistics = ModelStatistics("e", "1")
         self.released = 0
 
+    def lease(self) -> None:
+        self.released -= 1
+
     def release(self) -> None:
         self.released += 1
 

@@ -1,0 +1,306 @@
+"""The response cache: a scheduler around another one that answers what has been answered before. On the event loop.
+
+Equal requests share one execution also while it is under way: the first starts a flight, the others join it. What is
+equal: model, version, inputs (names, data types, shapes, bytes), requested outputs and parameters; ids, priorities and
+timeouts are not. Triton leaves out shapes, outputs and parameters, so that different requests can collide there.
+Only single, successful responses are kept. A store that fails is like one that is empty.
+"""
+
+import asyncio
+import hashlib
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import msgspec
+
+from naiad.datatypes import BY_NUMBER
+from naiad.errors import InvalidArgument, NaiadError
+from naiad.messages import InferRequest, InferResponse, ModelStatistics, ParameterValue, Result, Tensor
+from naiad.scheduling.scheduler import Call, Scheduler
+
+#: What an entry takes in memory besides its tensors, about.
+_ENTRY_OVERHEAD = 512
+
+
+class Store(Protocol):
+    """Where responses are kept. An answer that is not there at once comes as an awaitable."""
+
+    def lookup(self, key: bytes) -> "InferResponse | asyncio.Future[InferResponse | None] | None": ...
+
+    def insert(self, key: bytes, response: InferResponse) -> None:
+        """Keeps a response with buffers of its own."""
+
+    async def close(self) -> None: ...
+
+
+class StoreStatistics(msgspec.Struct):
+    """What a store has done; durations in ns."""
+
+    lookups: int = 0
+    hits: int = 0
+    evictions: int = 0
+    lookup_ns: int = 0
+    insertion_ns: int = 0
+
+
+class LocalStore:
+    """Responses in this process, up to `byte_size` bytes; the one not used for longest goes first.
+
+    `ttl_s` 0 is for ever. `clock` gives seconds.
+    """
+
+    def __init__(self, byte_size: int, ttl_s: float = 0, clock: Callable[[], float] = time.monotonic) -> None:
+        self.byte_size = byte_size
+        self.used = 0
+        self.statistics = StoreStatistics()
+        self._ttl_s = ttl_s
+        self._clock = clock
+        self._entries: OrderedDict[bytes, tuple[InferResponse, int, float]] = OrderedDict()
+
+    def __repr__(self) -> str:
+        return f"<LocalStore {len(self._entries)} responses, {self.used} of {self.byte_size} bytes>"
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def lookup(self, key: bytes) -> InferResponse | None:
+        start = time.perf_counter_ns()
+        entry = self._entries.get(key)
+        if entry is not None and entry[2] and entry[2] <= self._clock():
+            self._remove(key)
+            entry = None
+        statistics = self.statistics
+        statistics.lookups += 1
+        if entry is not None:
+            self._entries.move_to_end(key)
+            statistics.hits += 1
+        statistics.lookup_ns += time.perf_counter_ns() - start
+        return entry[0] if entry is not None else None
+
+    def insert(self, key: bytes, response: InferResponse) -> None:
+        start = time.perf_counter_ns()
+        size = _ENTRY_OVERHEAD + sum([len(tensor.data) for tensor in response.outputs])
+        if size <= self.byte_size:
+            if key in self._entries:
+                self._remove(key)
+            while self.used + size > self.byte_size:
+                self._remove(next(iter(self._entries)))
+                self.statistics.evictions += 1
+            expires = self._clock() + self._ttl_s if self._ttl_s else 0.0
+            self._entries[key] = (response, size, expires)
+            self.used += size
+        self.statistics.insertion_ns += time.perf_counter_ns() - start
+
+    async def close(self) -> None:
+        self._entries.clear()
+        self.used = 0
+
+    def _remove(self, key: bytes) -> None:
+        self.used -= self._entries.pop(key)[1]
+
+
+class _Stored(msgspec.Struct, array_like=True):
+    """A response as it is kept outside of this process."""
+
+    outputs: list[tuple[str, int, tuple[int, ...], bytes]]
+    parameters: dict[str, ParameterValue]
+
+
+_decoder = msgspec.msgpack.Decoder(_Stored)
+
+
+def pack(response: InferResponse) -> bytes:
+    outputs = [(t.name, t.datatype.number, t.shape, bytes(t.data)) for t in response.outputs]
+    return msgspec.msgpack.encode(_Stored(outputs, response.parameters))
+
+
+def unpack(data: bytes, model_name: str, model_version: int) -> InferResponse:
+    """Raises msgspec.DecodeError or KeyError for what `pack` did not make."""
+    stored = _decoder.decode(data)
+    outputs = tuple(Tensor(name, BY_NUMBER[number], shape, data) for name, number, shape, data in stored.outputs)
+    return InferResponse(model_name, model_version, "", outputs, stored.parameters)
+
+
+def key_of(request: InferRequest, version: int) -> bytes:
+    """The same for requests that get the same answer."""
+    digest = hashlib.blake2b(digest_size=16)
+    parameters = sorted(request.parameters.items())
+    head = (request.model_name, version, sorted(request.outputs), parameters)
+    digest.update(msgspec.msgpack.encode(head))
+    for tensor in sorted(request.inputs, key=lambda tensor: tensor.name):
+        digest.update(msgspec.msgpack.encode((tensor.name, tensor.datatype.number, tensor.shape, len(tensor.data))))
+        digest.update(tensor.data)
+    return digest.digest()
+
+
+class CachingScheduler:
+    """Answers from `store` what is there, and passes the rest on to `inner`."""
+
+    def __init__(
+        self,
+        inner: Scheduler,
+        store: Store,
+        version: int,
+        statistics: ModelStatistics,
+        report: Callable[[str, BaseException], None],
+    ) -> None:
+        self.inner = inner
+        self.statistics = statistics
+        self.report = report
+        self._store = store
+        self._version = version
+        self._flights: dict[bytes, _Flight] = {}
+        self._lookups: set[asyncio.Task[None]] = set()
+
+    def __repr__(self) -> str:
+        return f"<CachingScheduler of {self.inner!r}>"
+
+    @property
+    def pending(self) -> int:
+        return self.inner.pending
+
+    def submit(self, call: Call) -> None:
+        key = key_of(call.request, self._version)
+        flight = self._flights.get(key)
+        if flight is not None:
+            flight.join(call)
+            return
+        start = time.monotonic_ns()
+        found = self._store.lookup(key)
+        if isinstance(found, asyncio.Future):
+            flight = self._flights[key] = _Flight(self, key, call)
+            task = asyncio.get_running_loop().create_task(self._after_lookup(flight, found, start))
+            self._lookups.add(task)
+            task.add_done_callback(self._lookups.discard)
+        elif found is not None:
+            self.hit(call, found, time.monotonic_ns() - start)
+        else:
+            self.statistics.infer.cache_miss.add(time.monotonic_ns() - start)
+            flight = self._flights[key] = _Flight(self, key, call)
+            flight.start()
+
+    async def _after_lookup(
+        self, flight: "_Flight", lookup: "asyncio.Future[InferResponse | None]", start_ns: int
+    ) -> None:
+        found = await lookup
+        elapsed_ns = time.monotonic_ns() - start_ns
+        if found is not None:
+            del self._flights[flight.key]
+            for call in flight.waiting:
+                self.hit(call, found, elapsed_ns)
+        elif flight.waiting:
+            self.statistics.infer.cache_miss.add(elapsed_ns)
+            try:
+                flight.start()
+            except NaiadError as error:
+                flight.send(error, True)
+        else:
+            del self._flights[flight.key]
+
+    def hit(self, call: Call, response: InferResponse, lookup_ns: int) -> None:
+        """Answers a call from the cache; it counts as a success that waited and was found (reference R14-6)."""
+        infer = self.statistics.infer
+        elapsed_ns = time.monotonic_ns() - call.queued_ns
+        infer.success.add(elapsed_ns)
+        infer.queue.add(elapsed_ns)
+        infer.cache_hit.add(lookup_ns)
+        self.deliver(call, msgspec.structs.replace(response, id=call.request.id))
+
+    def deliver(self, call: Call, result: Result) -> None:
+        try:
+            call.deliver(result, True)
+        except Exception as error:
+            self.report(f"a response of model '{call.request.model_name}' could not be passed on", error)
+
+    def landed(self, flight: "_Flight", result: Result | None) -> None:
+        """The execution of a flight has ended."""
+        del self._flights[flight.key]
+        if isinstance(result, InferResponse):
+            result = msgspec.structs.replace(result.owned(), id="")
+            start = time.monotonic_ns()
+            self._store.insert(flight.key, result)
+            self.statistics.infer.cache_miss.ns += time.monotonic_ns() - start
+
+    def withdraw(self, call: Call) -> None:
+        call.execution.leave(call)
+
+    async def close(self) -> None:
+        while self._lookups:
+            await asyncio.wait(self._lookups)
+        await self.inner.close()
+
+
+class _Flight:
+    """Calls that wait for one execution. The execution is a call of its own: a client that leaves takes only itself
+    out, and the last one takes the execution along."""
+
+    def __init__(self, scheduler: CachingScheduler, key: bytes, first: Call) -> None:
+        self.key = key
+        self.waiting: list[Call] = []
+        self._scheduler = scheduler
+        self._first = first
+        self._inner: Call | None = None
+        self._started_ns = time.monotonic_ns()
+        self.join(first)
+
+    def join(self, call: Call) -> None:
+        call.execution = self
+        self.waiting.append(call)
+
+    def start(self) -> None:
+        """Hands the execution to the inner scheduler. Raises what that raises; then there is no flight."""
+        first = self._first
+        first.lease.lease()
+        inner = Call(first.request, first.rows, first.signature, self, first.lease, self._scheduler.inner)
+        self._inner = inner
+        try:
+            self._scheduler.inner.submit(inner)
+        except NaiadError:
+            inner.ended = True
+            first.lease.release()
+            self._scheduler.landed(self, None)
+            self.waiting.clear()
+            raise
+
+    def leave(self, call: Call) -> None:
+        self.waiting.remove(call)
+        call.fail_cancelled()
+        if not self.waiting and self._inner is not None:
+            self._inner.cancel()
+
+    def send(self, result: Result | None, final: bool) -> None:
+        """The result of the execution, for all who wait. The execution itself has been counted."""
+        scheduler = self._scheduler
+        scheduler.landed(self, result)
+        waiting, self.waiting = self.waiting, []
+        assert result is not None, "this is a bug: a model with a cache ended without a response"
+        elapsed_ns = time.monotonic_ns() - self._started_ns
+        for call in waiting:
+            if isinstance(result, InferResponse):
+                if call is self._first:
+                    scheduler.deliver(call, msgspec.structs.replace(result, id=call.request.id))
+                else:
+                    scheduler.hit(call, result, elapsed_ns)
+            else:
+                scheduler.deliver(call, result)
+
+
+def parse_size(settings: Sequence[tuple[str, str]]) -> tuple[int, float]:
+    """(bytes, seconds to live) of `--cache-config=local,...`. Raises InvalidArgument."""
+    given = dict(settings)
+    unknown = sorted(given.keys() - {"size", "ttl"})
+    if unknown:
+        raise InvalidArgument(f"the local cache has no setting '{unknown[0]}'; it has size and ttl")
+    try:
+        size = int(given["size"])
+        ttl_s = float(given.get("ttl", "0"))
+    except (KeyError, ValueError):
+        size, ttl_s = 0, 0.0
+    if size < 1 or not ttl_s >= 0:
+        raise InvalidArgument(
+            "Failed to initialize LocalCache: config didn't contain a valid 'size' (bytes) and 'ttl' (seconds, 0 for "
+            f"ever), got {given}"
+        )
+    return size, ttl_s

@@ -1,0 +1,427 @@
+"""The slots of a sequence batcher: pure decisions, no clock, no I/O.
+
+A sequence is bound to one slot of one instance from its first request to its last, because the model keeps what it
+knows of it there. Sequences that find no slot wait in the backlog, in order. A sequence runs one request at a time.
+
+How a round, the next batch of an instance, is formed:
+
+    direct    slot n of the instance is row n of the batch, up to the last slot with a request; a slot without one, or
+              whose request cannot share the batch, is None: its row must be there, since the position counts.
+              Sent at once, or when `minimum_utilization` of the slots have a request or the oldest has waited long
+              enough.
+    oldest    the requests at hand, the oldest first, as the dynamic batcher would take them.
+
+When a sequence ends: with the request that carries END, once that is answered; when it has rested for `idle_ns`; when
+one of its requests is cancelled, which takes those waiting behind along; when its instance is lost with all it knew.
+Sequences of the backlog that have no instance yet survive that. Every step put in comes out exactly once: in a round
+and then in `finish`, or in the answer of `cancel`, `expired`, `lose` or `drain`.
+"""
+
+import heapq
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from naiad.errors import InvalidArgument
+from naiad.scheduling.queue import Batch, RequestQueue, WaitUntil
+
+Key = int | str
+_NEVER = 1 << 63
+
+
+class Sequence:
+    """A sequence that has begun and not ended.
+
+    `state` belongs to whoever runs its steps; `shapes` says how that state differs from that of other sequences,
+    None for the initial shapes.
+    """
+
+    __slots__ = ("begun", "ending", "expires_ns", "instance", "key", "offered", "running", "shapes", "slot", "state", "waiting")
+
+    def __init__(self, key: Key) -> None:
+        self.key = key
+        self.waiting: deque[Step] = deque()
+        self.running: Step | None = None
+        #: Takes no more requests: it goes when those it has are answered.
+        self.ending = False
+        #: Whether an instance has seen any of it.
+        self.begun = False
+        #: -1 in the backlog.
+        self.instance = -1
+        self.slot = -1
+        #: Its first step lies in the queue of its instance ("oldest").
+        self.offered = False
+        #: When it is refused if it still is in the backlog; 0 for never.
+        self.expires_ns = 0
+        self.state: Any = None
+        self.shapes: object = None
+
+    def __repr__(self) -> str:
+        place = f"instance {self.instance} slot {self.slot}" if self.instance >= 0 else "backlog"
+        return f"<Sequence {self.key!r} in {place}, {len(self.waiting)} waiting>"
+
+
+class Step:
+    """One request of a sequence. `signature` tells which steps may share a batch, as those of calls do."""
+
+    __slots__ = ("call", "deadline_ns", "end", "ended", "execution", "index", "level", "own", "queued_ns", "rows", "sequence", "signature", "start")
+
+    sequence: Sequence
+
+    def __init__(self, call: Any, signature: object, queued_ns: int, start: bool, end: bool) -> None:
+        self.call = call
+        self.own = signature
+        self.signature = signature
+        self.queued_ns = queued_ns
+        self.start = start
+        self.end = end
+        self.rows = 1
+        self.level = 0
+        self.deadline_ns = 0
+        self.ended = False
+        self.execution: Any = None
+        self.index = 0
+
+
+class Round(msgspec.Struct, frozen=True):
+    """Run these now; None is a row for a slot that has no request."""
+
+    steps: list[Step | None]
+
+
+class Oldest(msgspec.Struct, frozen=True):
+    """How the strategy "oldest" forms batches."""
+
+    preferred: tuple[int, ...] = ()
+    max_delay_ns: int = 0
+
+
+class Direct(msgspec.Struct, frozen=True):
+    """How long the strategy "direct" waits for the other slots; utilization is a share of them, 0 to 1."""
+
+    minimum_utilization: float = 0.0
+    max_delay_ns: int = 0
+
+
+class Slots:
+    """The sequences of one model version, over `instances` instances of `width` slots each."""
+
+    def __init__(
+        self,
+        model_name: str,
+        instances: int,
+        width: int,
+        *,
+        strategy: Direct | Oldest,
+        max_batch_size: int = 0,
+        idle_ns: int = 1_000_000_000,
+    ) -> None:
+        self._model_name = model_name
+        self._width = width
+        self._direct = strategy if isinstance(strategy, Direct) else None
+        self._idle_ns = idle_ns
+        self._slots: list[list[Sequence | None]] = [[None] * width for _ in range(instances)]
+        self._up = [True] * instances
+        #: (slot, instance) without a sequence: the lowest slots of all instances first.
+        self._free = [(slot, instance) for slot in range(width) for instance in range(instances)]
+        self._queues: list[RequestQueue] = []
+        if isinstance(strategy, Oldest):
+            self._queues = [
+                RequestQueue(max_batch_size, preferred=strategy.preferred, max_delay_ns=strategy.max_delay_ns)
+                for _ in range(instances)
+            ]
+        #: Those that take more requests, by correlation id.
+        self._open: dict[Key, Sequence] = {}
+        self._backlog: deque[Sequence] = deque()
+        self._next_expiry_ns = _NEVER
+        #: Sequences that rest and when they are evicted: first in, first due.
+        self._resting: dict[Sequence, int] = {}
+        #: Steps waiting: of sequences with a slot, and in the backlog.
+        self.waiting_in_slots = 0
+        self.waiting_in_backlog = 0
+
+    def __repr__(self) -> str:
+        used = sum(sequence is not None for slots in self._slots for sequence in slots)
+        return f"<Slots {self._model_name} used={used} backlog={len(self._backlog)}>"
+
+    def __len__(self) -> int:
+        """Steps that wait."""
+        return self.waiting_in_slots + self.waiting_in_backlog
+
+    @property
+    def next_wake_ns(self) -> int | None:
+        """When `expired` and `idle` should be asked next, at the latest."""
+        wake_ns = self._next_expiry_ns
+        for due_ns in self._resting.values():
+            wake_ns = min(wake_ns, due_ns)
+            break
+        return None if wake_ns == _NEVER else wake_ns
+
+    def sequences(self) -> Iterator[Sequence]:
+        """All that have begun and not gone."""
+        for slots in self._slots:
+            yield from (sequence for sequence in slots if sequence is not None)
+        yield from self._backlog
+
+    # ---- requests ---------------------------------------------------------------------------------------
+
+    def put(self, step: Step, key: Key, now_ns: int, *, last: bool, timeout_us: int = 0) -> bool:
+        """Takes a step of the sequence `key`; `last`: none will follow. Raises InvalidArgument, with Triton's text,
+        where a sequence would have to begin and the step does not start one.
+
+        Whether the step starts over a sequence that had not ended: what that one still has runs first, in its slot.
+        """
+        sequence = self._open.get(key)
+        conflict = sequence is not None and step.start
+        if sequence is None:
+            if not step.start:
+                raise InvalidArgument(
+                    f"inference request for sequence {key} to model '{self._model_name}' must specify the START flag "
+                    "on the first request of the sequence"
+                )
+            sequence = self._open[key] = Sequence(key)
+            self._backlog.append(sequence)
+        step.sequence = sequence
+        sequence.waiting.append(step)
+        if sequence.instance < 0:
+            self.waiting_in_backlog += 1
+        else:
+            self.waiting_in_slots += 1
+            self._resting.pop(sequence, None)
+            self._offer(sequence, now_ns)
+        if last:
+            sequence.ending = True
+            del self._open[key]
+        self._fill(now_ns)
+        if sequence.instance < 0 and timeout_us:
+            expires_ns = now_ns + timeout_us * 1000
+            sequence.expires_ns = min(sequence.expires_ns or _NEVER, expires_ns)
+            self._next_expiry_ns = min(self._next_expiry_ns, expires_ns)
+        return conflict
+
+    def take(self, instance: int, now_ns: int) -> Round | WaitUntil | None:
+        """What the idle instance should do; None: nothing."""
+        if not self._up[instance]:
+            return None
+        if self._direct is not None:
+            return self._take_direct(self._direct, self._slots[instance], now_ns)
+        decision = self._queues[instance].take(now_ns)
+        if isinstance(decision, Batch):
+            steps: list[Step | None] = list(decision.calls)  # type: ignore[arg-type]
+            for step in steps:
+                assert step is not None
+                step.sequence.offered = False
+                self._run(step)
+            return Round(steps)
+        return decision if isinstance(decision, WaitUntil) else None
+
+    def _take_direct(self, policy: Direct, slots: list[Sequence | None], now_ns: int) -> Round | WaitUntil | None:
+        steps: list[Step | None] = []
+        first: Step | None = None
+        ready = top = 0
+        earliest_ns = _NEVER
+        for position, sequence in enumerate(slots):
+            step = None
+            if sequence is not None and sequence.running is None and sequence.waiting:
+                step = sequence.waiting[0]
+                step.signature = (step.own, None if step.start else sequence.shapes)
+                earliest_ns = min(earliest_ns, step.queued_ns)
+                ready += 1
+                if first is None:
+                    first = step
+                if step.signature == first.signature:
+                    top = position + 1
+                else:
+                    step = None
+            steps.append(step)
+        if first is None:
+            return None
+        if policy.max_delay_ns and policy.minimum_utilization:
+            send_at_ns = earliest_ns + policy.max_delay_ns
+            if now_ns < send_at_ns and ready / self._width < policy.minimum_utilization:
+                return WaitUntil(send_at_ns)
+        del steps[top:]
+        for step in steps:
+            if step is not None:
+                self._run(step)
+        return Round(steps)
+
+    def finish(self, step: Step, now_ns: int) -> None:
+        """A step taken is answered."""
+        sequence = step.sequence
+        assert sequence.running is step, "this is a bug: a step that does not run has finished"
+        sequence.running = None
+        self._advance(sequence, now_ns)
+
+    def again(self, step: Step, now_ns: int) -> None:
+        """A step taken is to run once more, as one in the middle of its sequence."""
+        sequence = step.sequence
+        assert sequence.running is step, "this is a bug: a step that does not run is to run again"
+        sequence.running = None
+        step.start = False
+        sequence.waiting.appendleft(step)
+        # One that has lost its place has no one to run it: `lose` and `cancel` ask for running steps too.
+        self.waiting_in_slots += 1
+        self._offer(sequence, now_ns)
+
+    def is_placed(self, sequence: Sequence) -> bool:
+        """Whether the sequence has, or may still get, an instance."""
+        return sequence.instance >= 0 or not sequence.begun
+
+    def cancel(self, step: Step, now_ns: int) -> list[Step]:
+        """The client of a step has left: its sequence takes no more. Takes out all that wait in it."""
+        sequence = step.sequence
+        cancelled = self._cut(sequence)
+        if sequence.instance >= 0:
+            self._advance(sequence, now_ns)
+        elif sequence in self._backlog:
+            self._backlog.remove(sequence)
+        return cancelled
+
+    # ---- time -------------------------------------------------------------------------------------------
+
+    def expired(self, now_ns: int) -> list[Step]:
+        """Takes out the steps of sequences that have waited too long in the backlog."""
+        if now_ns < self._next_expiry_ns:
+            return []
+        self._next_expiry_ns = _NEVER
+        steps: list[Step] = []
+        kept: deque[Sequence] = deque()
+        for sequence in self._backlog:
+            if sequence.expires_ns and sequence.expires_ns <= now_ns:
+                steps += self._cut(sequence)
+            else:
+                kept.append(sequence)
+                self._next_expiry_ns = min(self._next_expiry_ns, sequence.expires_ns or _NEVER)
+        self._backlog = kept
+        return steps
+
+    def idle(self, now_ns: int) -> list[Sequence]:
+        """Ends the sequences that have rested too long."""
+        evicted: list[Sequence] = []
+        while self._resting:
+            sequence, due_ns = next(iter(self._resting.items()))
+            if now_ns < due_ns:
+                break
+            self._cut(sequence)
+            self._advance(sequence, now_ns)
+            evicted.append(sequence)
+        return evicted
+
+    # ---- instances --------------------------------------------------------------------------------------
+
+    def lose(self, instance: int, now_ns: int) -> tuple[list[Sequence], list[Step]]:
+        """An instance is gone with all it knew: (the sequences that end with it, the steps that waited in them).
+
+        Sequences it has seen nothing of get another place. It gets none until `restore`.
+        """
+        ended: list[Sequence] = []
+        steps: list[Step] = []
+        fresh: list[Sequence] = []
+        self._up[instance] = False
+        self._free = [place for place in self._free if place[1] != instance]
+        heapq.heapify(self._free)
+        for slot, sequence in enumerate(self._slots[instance]):
+            if sequence is None:
+                continue
+            self._slots[instance][slot] = None
+            self._resting.pop(sequence, None)
+            if sequence.begun:
+                steps += self._cut(sequence)
+                sequence.instance = sequence.slot = -1
+                ended.append(sequence)
+            else:
+                self._withhold(sequence)
+                sequence.instance = sequence.slot = -1
+                self.waiting_in_slots -= len(sequence.waiting)
+                self.waiting_in_backlog += len(sequence.waiting)
+                fresh.append(sequence)
+        fresh.sort(key=lambda sequence: sequence.waiting[0].queued_ns)
+        self._backlog.extendleft(reversed(fresh))
+        self._fill(now_ns)
+        return ended, steps
+
+    def restore(self, instance: int, now_ns: int) -> None:
+        """A lost instance serves again."""
+        if not self._up[instance]:
+            self._up[instance] = True
+            for slot in range(self._width):
+                heapq.heappush(self._free, (slot, instance))
+            self._fill(now_ns)
+
+    def drain(self) -> list[Step]:
+        """Takes out everything that waits and ends all sequences."""
+        steps: list[Step] = []
+        for sequence in list(self.sequences()):
+            steps += self._cut(sequence)
+            if sequence.instance >= 0:
+                self._advance(sequence, 0, refill=False)
+        self._backlog.clear()
+        return steps
+
+    # ---- inside -----------------------------------------------------------------------------------------
+
+    def _run(self, step: Step) -> None:
+        sequence = step.sequence
+        taken = sequence.waiting.popleft()
+        assert taken is step, "this is a bug: a step overtakes another of its sequence"
+        sequence.running = step
+        sequence.begun = True
+        self.waiting_in_slots -= 1
+
+    def _offer(self, sequence: Sequence, now_ns: int) -> None:
+        """Puts the next step of a sequence into the queue of its instance ("oldest")."""
+        if self._queues and not sequence.offered and sequence.running is None and sequence.waiting:
+            step = sequence.waiting[0]
+            step.signature = (step.own, None if step.start else sequence.shapes)
+            sequence.offered = True
+            self._queues[sequence.instance].put(step, now_ns)
+
+    def _withhold(self, sequence: Sequence) -> None:
+        if sequence.offered:
+            self._queues[sequence.instance].remove(sequence.waiting[0])
+            sequence.offered = False
+
+    def _cut(self, sequence: Sequence) -> list[Step]:
+        """Ends a sequence but for what runs of it; the steps that waited."""
+        self._withhold(sequence)
+        steps = list(sequence.waiting)
+        sequence.waiting.clear()
+        if sequence.instance >= 0:
+            self.waiting_in_slots -= len(steps)
+        else:
+            self.waiting_in_backlog -= len(steps)
+        sequence.ending = True
+        if self._open.get(sequence.key) is sequence:
+            del self._open[sequence.key]
+        return steps
+
+    def _advance(self, sequence: Sequence, now_ns: int, *, refill: bool = True) -> None:
+        """What comes after a step of a sequence with a slot: the next one, a rest, or the end."""
+        if sequence.instance < 0 or sequence.running is not None:
+            return
+        if sequence.waiting:
+            self._offer(sequence, now_ns)
+        elif not sequence.ending:
+            self._resting[sequence] = now_ns + self._idle_ns
+        else:
+            self._resting.pop(sequence, None)
+            self._slots[sequence.instance][sequence.slot] = None
+            heapq.heappush(self._free, (sequence.slot, sequence.instance))
+            sequence.instance = sequence.slot = -1
+            if refill:
+                self._fill(now_ns)
+
+    def _fill(self, now_ns: int) -> None:
+        """Gives free slots to the backlog."""
+        while self._backlog and self._free:
+            sequence = self._backlog.popleft()
+            slot, instance = heapq.heappop(self._free)
+            self._slots[instance][slot] = sequence
+            sequence.instance, sequence.slot = instance, slot
+            sequence.expires_ns = 0
+            self.waiting_in_backlog -= len(sequence.waiting)
+            self.waiting_in_slots += len(sequence.waiting)
+            self._offer(sequence, now_ns)
