@@ -87,8 +87,8 @@ class PythonBackend(RequestBackend):
             try:
                 responses = self._run(received)
             except _FAILURES as error:
-                self._fail(received, error)
-                return
+                # Answered here, since responses may be out already; raised, so that the execution counts as failed.
+                raise self._fail(received, error) from error
             received = self._answer(received, responses)
 
     def close(self) -> None:
@@ -173,12 +173,13 @@ class PythonBackend(RequestBackend):
                 ended.wait()
         return again
 
-    def _fail(self, received: list[ReceivedRequest], error: BaseException) -> None:
-        """Answers all requests that are still open with what went wrong in `execute`."""
-        text = self._describe(exception_text(error))
-        self._log("ERROR", text)
+    def _fail(self, received: list[ReceivedRequest], error: BaseException) -> Internal:
+        """Answers all requests that are still open with what went wrong in `execute`; returns that."""
+        failed = Internal(self._describe(exception_text(error)))
+        self._log("ERROR", failed.message)
         for request in received:
-            self._end(request, Internal(text))
+            self._end(request, failed)
+        return failed
 
     def _describe(self, text: str) -> str:
         return f"Failed to process the request(s) for model '{self._name}', message: {text}"

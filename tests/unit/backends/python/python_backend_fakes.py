@@ -95,7 +95,18 @@ def context(path: Path, services: FakeServices | None = None, **config: Any) -> 
 
 def load(path: Path, services: FakeServices | None = None, **config: Any) -> PythonBackend:
     model = context(path, services, **config)
-    return PythonBackend(model, InstanceContext(f"{model.name}_0_0", "KIND_CPU"))
+    return _Hosted(model, InstanceContext(f"{model.name}_0_0", "KIND_CPU"))
+
+
+class _Hosted(PythonBackend):
+    """Takes an execution that failed as a host does: every request must have been answered."""
+
+    def execute(self, requests: Sequence[Any]) -> None:
+        try:
+            super().execute(requests)
+        except NaiadError as error:
+            for request in requests:
+                assert request.sent, f"unanswered after {error}"
 
 
 def write(folder: Path, source: str, name: str = "m", version: int = 1) -> Path:
