@@ -669,7 +669,6 @@ class ServerOptions:
         parse=_cache_setting,
         metavar="cache,setting=value",
         repeatable=True,
-        available=False,
     )
 
     rate_limit: Literal["off", "execution_count"] = _rate(

@@ -29,6 +29,7 @@ from naiad.models.sources import RepositorySources
 from naiad.options import ServerOptions
 from naiad.protocol.regions import Regions
 from naiad.repository.watcher import changes
+from naiad.scheduling.cache import LocalStore, Store, families, store_of
 from naiad.scheduling.scheduler import Call
 from naiad.telemetry.log import Log, bridge
 from naiad.telemetry.metrics import Metrics, MetricsSettings, ModelSeries
@@ -121,16 +122,19 @@ class Server:
         options, log = self.options, self.log
         log.info(f"naiad {__version__}")
         regions = Regions(allow=options.allow_client_shm)
-        async with Hosts(
-            isolation=options.isolation,
-            on_log=self._log_of_model,
-            on_call=self._call_of_model,
-            execution_timeout_s=options.execution_timeout_secs,
-        ) as hosts:
+        async with (
+            Hosts(
+                isolation=options.isolation,
+                on_log=self._log_of_model,
+                on_call=self._call_of_model,
+                execution_timeout_s=options.execution_timeout_secs,
+            ) as hosts,
+            self._store() as store,
+        ):
             settings = MetricsSettings.of(options.metrics_config)
-            manager = self._manager(hosts, settings)
+            manager = self._manager(hosts, settings, store)
             self.engine = engine = Engine(manager, server_id=options.id, strict_readiness=options.strict_readiness)
-            metrics = self._metrics(manager, settings)
+            metrics = self._metrics(manager, settings, store)
             self._calls = ModelCalls(engine, metrics.custom)
             try:
                 async with self._frontends(engine, regions, metrics):
@@ -144,7 +148,16 @@ class Server:
             finally:
                 await manager.close()
 
-    def _manager(self, hosts: Hosts, settings: MetricsSettings) -> ModelManager:
+    @asynccontextmanager
+    async def _store(self) -> AsyncIterator[Store | None]:
+        store = store_of(self.options.cache_config, self.log.exception)
+        try:
+            yield store
+        finally:
+            if store is not None:
+                await store.close()
+
+    def _manager(self, hosts: Hosts, settings: MetricsSettings, store: Store | None) -> ModelManager:
         options = self.options
         sources = RepositorySources(
             options.model_repository,
@@ -168,6 +181,7 @@ class Server:
             infer_statistics=settings.infer_statistics,
             infer=infer,
             lookup=lookup,
+            store=store,
         )
         return ModelManager(
             sources=sources,
@@ -180,20 +194,19 @@ class Server:
             exit_timeout_s=options.exit_timeout_secs,
         )
 
-    def _metrics(self, manager: ModelManager, settings: MetricsSettings) -> Metrics:
+    def _metrics(self, manager: ModelManager, settings: MetricsSettings, store: Store | None) -> Metrics:
         options = self.options
 
         def series() -> Iterator[ModelSeries]:
             for model in manager.models():
-                yield ModelSeries(model.statistics, model.config.metric_tags)
+                cached = store is not None and model.config.response_cache
+                yield ModelSeries(model.statistics, model.config.metric_tags, cached)
 
         system = SystemMetrics(cpu=options.allow_cpu_metrics, gpu=options.allow_gpu_metrics)
-        return Metrics(
-            series,
-            settings,
-            system=system,
-            interval_s=options.metrics_interval_ms / 1000,
-        )
+        metrics = Metrics(series, settings, system=system, interval_s=options.metrics_interval_ms / 1000)
+        if isinstance(store, LocalStore):
+            metrics.add_source(lambda: families(store))
+        return metrics
 
     @asynccontextmanager
     async def _frontends(self, engine: Engine, regions: Regions, metrics: Metrics) -> AsyncIterator[None]:

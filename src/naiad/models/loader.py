@@ -16,9 +16,11 @@ from naiad.instances.thread import ThreadModel
 from naiad.messages import InferStatistics, ModelStatistics
 from naiad.models.manager import Source
 from naiad.models.model import Model
+from naiad.scheduling.cache import CachingScheduler, Store
 from naiad.scheduling.dynamic import DynamicScheduler
 from naiad.scheduling.ensemble import EnsembleScheduler, Infer, members_of
 from naiad.scheduling.queue import RequestQueue
+from naiad.scheduling.scheduler import Scheduler
 from naiad.telemetry.log import Log
 
 
@@ -35,6 +37,7 @@ class ModelLoader:
         infer_statistics: Callable[[], InferStatistics],
         infer: Infer,
         lookup: Callable[[str, int], Model],
+        store: Store | None = None,
     ) -> None:
         self._hosts = hosts
         self._log = log
@@ -43,6 +46,7 @@ class ModelLoader:
         self._infer_statistics = infer_statistics
         self._infer = infer
         self._lookup = lookup
+        self._store = store
 
     async def load(self, source: Source, version: int) -> Model:
         """Loads one version. Raises NaiadError; then nothing of it is left."""
@@ -77,8 +81,16 @@ class ModelLoader:
         instances = await hosted.load(config.as_dict(), instances_of(config))
         statistics = ModelStatistics(config.name, str(version), infer=self._infer_statistics())
         scheduler = self._scheduler(config, instances, statistics)
-        seconds = time.monotonic() - start
-        return Model(config, version, scheduler, instances, statistics, labels, hosted, seconds)
+        cached = self._cached(scheduler, config, version, statistics)
+        return Model(config, version, cached, instances, statistics, labels, hosted, time.monotonic() - start)
+
+    def _cached(
+        self, scheduler: Scheduler, config: ModelConfig, version: int, statistics: ModelStatistics
+    ) -> Scheduler:
+        """The scheduler behind the response cache, where server and model have one."""
+        if self._store is None or not config.response_cache:
+            return scheduler
+        return CachingScheduler(scheduler, self._store, version, statistics, self._log.exception)
 
     def _scheduler(
         self, config: ModelConfig, instances: list[Instance], statistics: ModelStatistics
@@ -111,7 +123,8 @@ class ModelLoader:
         statistics = ModelStatistics(config.name, str(version), infer=self._infer_statistics())
         members = members_of(config, models)
         scheduler = EnsembleScheduler(config, version, members, statistics, self._infer, self._log.exception)
-        return Model(config, version, scheduler, (), statistics, labels, None, time.monotonic() - start)
+        cached = self._cached(scheduler, config, version, statistics)
+        return Model(config, version, cached, (), statistics, labels, None, time.monotonic() - start)
 
 
 def queue_for(config: ModelConfig) -> RequestQueue:

@@ -8,6 +8,8 @@ Only single, successful responses are kept. A store that fails is like one that 
 
 import asyncio
 import hashlib
+import importlib
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -18,7 +20,9 @@ import msgspec
 from naiad.datatypes import BY_NUMBER
 from naiad.errors import InvalidArgument, NaiadError
 from naiad.messages import InferRequest, InferResponse, ModelStatistics, ParameterValue, Result, Tensor
+from naiad.options import Setting
 from naiad.scheduling.scheduler import Call, Scheduler
+from naiad.telemetry.exposition import Family, Sample
 
 #: What an entry takes in memory besides its tensors, about.
 _ENTRY_OVERHEAD = 512
@@ -104,6 +108,8 @@ class LocalStore:
 class _Stored(msgspec.Struct, array_like=True):
     """A response as it is kept outside of this process."""
 
+    model_name: str
+    model_version: int
     outputs: list[tuple[str, int, tuple[int, ...], bytes]]
     parameters: dict[str, ParameterValue]
 
@@ -113,14 +119,14 @@ _decoder = msgspec.msgpack.Decoder(_Stored)
 
 def pack(response: InferResponse) -> bytes:
     outputs = [(t.name, t.datatype.number, t.shape, bytes(t.data)) for t in response.outputs]
-    return msgspec.msgpack.encode(_Stored(outputs, response.parameters))
+    return msgspec.msgpack.encode(_Stored(response.model_name, response.model_version, outputs, response.parameters))
 
 
-def unpack(data: bytes, model_name: str, model_version: int) -> InferResponse:
+def unpack(data: bytes) -> InferResponse:
     """Raises msgspec.DecodeError or KeyError for what `pack` did not make."""
     stored = _decoder.decode(data)
     outputs = tuple(Tensor(name, BY_NUMBER[number], shape, data) for name, number, shape, data in stored.outputs)
-    return InferResponse(model_name, model_version, "", outputs, stored.parameters)
+    return InferResponse(stored.model_name, stored.model_version, "", outputs, stored.parameters)
 
 
 def key_of(request: InferRequest, version: int) -> bytes:
@@ -287,20 +293,66 @@ class _Flight:
                 scheduler.deliver(call, result)
 
 
-def parse_size(settings: Sequence[tuple[str, str]]) -> tuple[int, float]:
-    """(bytes, seconds to live) of `--cache-config=local,...`. Raises InvalidArgument."""
-    given = dict(settings)
+def store_of(settings: Sequence[Setting], report: Callable[[str, BaseException], None]) -> Store | None:
+    """The store that `--cache-config` describes; None without one. Raises InvalidArgument."""
+    names = list(dict.fromkeys(setting.scope for setting in settings))
+    if not names:
+        return None
+    if len(names) > 1:
+        raise InvalidArgument(
+            f"found multiple cache configurations, but only a single cache is currently supported: {', '.join(names)}"
+        )
+    given = {setting.key: setting.value for setting in settings}
+    if names[0] == "local":
+        return _local(given)
+    if names[0] != "redis":
+        raise InvalidArgument(f"unable to find cache '{names[0]}'; there are 'local' and 'redis'")
+    try:
+        redis_store = importlib.import_module("naiad.scheduling.redis_store")
+    except ModuleNotFoundError as error:
+        raise InvalidArgument(
+            f"the cache 'redis' needs the Python module '{error.name}': install it with pip install 'naiad[redis]'"
+        ) from error
+    store: Store = redis_store.RedisStore.of(given, report)
+    return store
+
+
+def _local(given: dict[str, str]) -> LocalStore:
     unknown = sorted(given.keys() - {"size", "ttl"})
     if unknown:
-        raise InvalidArgument(f"the local cache has no setting '{unknown[0]}'; it has size and ttl")
+        raise InvalidArgument(f"the cache 'local' has no setting '{unknown[0]}'; it has 'size' and 'ttl'")
     try:
-        size = int(given["size"])
+        size = int(given.get("size", ""))
         ttl_s = float(given.get("ttl", "0"))
-    except (KeyError, ValueError):
+    except ValueError:
         size, ttl_s = 0, 0.0
-    if size < 1 or not ttl_s >= 0:
+    if size < 1 or not 0 <= ttl_s < math.inf:
         raise InvalidArgument(
-            "Failed to initialize LocalCache: config didn't contain a valid 'size' (bytes) and 'ttl' (seconds, 0 for "
-            f"ever), got {given}"
+            "Failed to initialize LocalCache: config didn't contain a valid 'size' (bytes; 'ttl', if given, is in "
+            f"seconds, 0 for ever), got {given}"
         )
-    return size, ttl_s
+    return LocalStore(size, ttl_s)
+
+
+def families(store: LocalStore) -> list[Family]:
+    """The metrics of the local cache, as Triton names them (reference R12-12); durations in us."""
+    statistics = store.statistics
+    rows = (
+        ("nv_cache_util", "Cache utilization [0.0 - 1.0]", store.used / store.byte_size),
+        ("nv_cache_num_entries", "Number of responses stored in response cache", len(store)),
+        ("nv_cache_num_lookups", "Number of cache lookups in response cache", statistics.lookups),
+        ("nv_cache_num_hits", "Number of cache hits in response cache", statistics.hits),
+        ("nv_cache_num_misses", "Number of cache misses in response cache", statistics.lookups - statistics.hits),
+        ("nv_cache_num_evictions", "Number of cache evictions in response cache", statistics.evictions),
+        (
+            "nv_cache_lookup_duration",
+            "Total cache lookup duration (hit and miss), in microseconds",
+            statistics.lookup_ns // 1000,
+        ),
+        (
+            "nv_cache_insertion_duration",
+            "Total cache insertion duration, in microseconds",
+            statistics.insertion_ns // 1000,
+        ),
+    )
+    return [Family(name, "gauge", help, [Sample({}, value)]) for name, help, value in rows]

@@ -1,0 +1,110 @@
+"""Responses kept in a Redis server, shared by all servers that use it. On the event loop; imports `redis`.
+
+An outage is a cache that is empty: requests go on, the log says it once until the server answers again.
+"""
+
+import asyncio
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, Self
+
+import msgspec
+import redis.asyncio
+from redis.exceptions import RedisError
+
+from naiad.errors import InvalidArgument
+from naiad.messages import InferResponse
+from naiad.scheduling.cache import pack, unpack
+
+_SETTINGS = frozenset(
+    (
+        *("host", "port", "user", "password", "db", "connect_timeout", "socket_timeout", "pool_size", "wait_timeout"),
+        *("tls_enabled", "cert", "key", "cacert", "sni", "ttl"),
+    )
+)
+
+
+class RedisStore:
+    """Keeps responses under `naiad:` and the digest of the request."""
+
+    def __init__(self, client: Any, ttl_ms: int, report: Callable[[str, BaseException], None]) -> None:
+        self._client = client
+        self._ttl_ms = ttl_ms
+        self._report = report
+        self._is_down = False
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @classmethod
+    def of(cls, given: Mapping[str, str], report: Callable[[str, BaseException], None]) -> Self:
+        """The store of the settings of `--cache-config=redis,...` (reference R14-8). Raises InvalidArgument."""
+        unknown = sorted(given.keys() - _SETTINGS)
+        if unknown:
+            raise InvalidArgument(f"the cache 'redis' has no setting '{unknown[0]}'")
+        if "host" not in given or "port" not in given:
+            raise InvalidArgument("the cache 'redis' needs the settings 'host' and 'port'")
+        try:
+            options: dict[str, Any] = {
+                "host": given["host"],
+                "port": int(given["port"]),
+                "db": int(given.get("db", "0")),
+                # Triton gives timeouts in ms, 0 for none.
+                "socket_connect_timeout": int(given.get("connect_timeout", "0")) / 1000 or None,
+                "socket_timeout": int(given.get("socket_timeout", "0")) / 1000 or None,
+            }
+            pool_size = max(1, int(given.get("pool_size", "1")))
+            wait_s = int(given.get("wait_timeout", "1000")) / 1000
+            ttl_ms = round(float(given.get("ttl", "0")) * 1000)
+        except ValueError as error:
+            raise InvalidArgument(f"a setting of the cache 'redis' is not a number: {error}") from error
+        user = os.environ.get("TRITONCACHE_REDIS_USERNAME", given.get("user"))
+        password = os.environ.get("TRITONCACHE_REDIS_PASSWORD", given.get("password"))
+        if password is not None:
+            options |= {"username": user, "password": password}
+        if given.get("tls_enabled", "false").lower() in ("true", "on", "1"):
+            options |= {"connection_class": redis.asyncio.SSLConnection}
+            options |= {
+                name: given[key]
+                for key, name in (("cert", "ssl_certfile"), ("key", "ssl_keyfile"), ("cacert", "ssl_ca_certs"))
+                if key in given
+            }
+        pool = redis.asyncio.BlockingConnectionPool(max_connections=pool_size, timeout=wait_s, **options)
+        return cls(redis.asyncio.Redis(connection_pool=pool), ttl_ms, report)
+
+    def lookup(self, key: bytes) -> "asyncio.Future[InferResponse | None]":
+        return asyncio.ensure_future(self._get(key))
+
+    def insert(self, key: bytes, response: InferResponse) -> None:
+        task = asyncio.ensure_future(self._set(key, pack(response)))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def close(self) -> None:
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        await self._client.aclose()
+        await self._client.connection_pool.disconnect()
+
+    async def _get(self, key: bytes) -> InferResponse | None:
+        try:
+            data = await self._client.get(_name(key))
+            found = None if data is None else unpack(data)
+        except (RedisError, OSError, TimeoutError, msgspec.MsgspecError, KeyError) as error:
+            self._failed(error)
+            return None
+        self._is_down = False
+        return found
+
+    async def _set(self, key: bytes, data: bytes) -> None:
+        try:
+            await self._client.set(_name(key), data, px=self._ttl_ms or None)
+        except (RedisError, OSError, TimeoutError) as error:
+            self._failed(error)
+
+    def _failed(self, error: BaseException) -> None:
+        if not self._is_down:
+            self._is_down = True
+            self._report("the response cache in Redis does not answer; going on without it", error)
+
+
+def _name(key: bytes) -> bytes:
+    return b"naiad:" + key
