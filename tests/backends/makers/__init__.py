@@ -42,6 +42,8 @@ class Maker:
     completes: ClassVar[bool] = True
     #: Whether `autocomplete` turns batching on where every first dimension is dynamic.
     completes_batching: ClassVar[bool] = True
+    #: Whether it also turns on dynamic batching where inputs, outputs and a batch size above 1 are all configured.
+    turns_on_batching: ClassVar[bool] = False
     #: Whether a configuration that contradicts the model's files is refused when the model is loaded.
     checks_signature: ClassVar[bool] = True
     #: Whether there are tensors of rank 0; then `scalar` is implemented.
