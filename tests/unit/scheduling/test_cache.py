@@ -1,0 +1,326 @@
+"""The response cache: what is equal, what is kept, and one execution for equal requests under way."""
+
+import asyncio
+import shutil
+import socket
+import subprocess
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from naiad.datatypes import DataType
+from naiad.errors import InvalidArgument, NotFound
+from naiad.messages import InferRequest, InferResponse, ModelStatistics, Result, Tensor
+from naiad.options import Setting
+from naiad.scheduling.cache import CachingScheduler, LocalStore, families, key_of, pack, store_of, unpack
+from naiad.scheduling.scheduler import Call
+
+
+def tensor(name: str = "A", data: bytes = b"\1\2", shape: tuple[int, ...] = (2,)) -> Tensor:
+    return Tensor(name, DataType.INT8, shape, data)
+
+
+def request(*inputs: Tensor, **fields: Any) -> InferRequest:
+    return InferRequest("m", inputs or (tensor(),), **fields)
+
+
+def response(data: bytes = b"\7", id: str = "") -> InferResponse:
+    return InferResponse("m", 1, id, (Tensor("O", DataType.INT8, (len(data),), data),))
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "equal"),
+    [
+        (request(), request(), True),
+        (request(), request(id="x", priority=3, timeout_us=9), True),
+        (request(tensor("A"), tensor("B")), request(tensor("B"), tensor("A")), True),
+        (request(), request(tensor(data=memoryview(b"\1\2"))), True),  # type: ignore[arg-type]
+        (request(), request(tensor(data=b"\1\3")), False),
+        (request(), request(tensor("B")), False),
+        (request(tensor(data=b"123456", shape=(2, 3))), request(tensor(data=b"123456", shape=(3, 2))), False),
+        (request(), request(outputs=("O",)), False),
+        (request(), request(parameters={"p": 1}), False),
+        (request(parameters={"a": 1, "b": 2}), request(parameters={"b": 2, "a": 1}), True),
+    ],
+)
+def test_what_makes_requests_equal(one: InferRequest, other: InferRequest, equal: bool) -> None:
+    assert (key_of(one, 1) == key_of(other, 1)) is equal
+    assert key_of(one, 1) != key_of(one, 2)
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_the_least_used_goes_first() -> None:
+    store = LocalStore(3 * 513)
+    for key in (b"a", b"b", b"c"):
+        store.insert(key, response())
+    assert store.lookup(b"a") is not None
+    store.insert(b"d", response())
+    assert [key for key in (b"a", b"b", b"c", b"d") if store.lookup(key)] == [b"a", b"c", b"d"]
+    assert store.statistics.evictions == 1
+    assert store.used == 3 * 513
+
+
+def test_what_does_not_fit_is_not_kept() -> None:
+    store = LocalStore(600)
+    store.insert(b"a", response(bytes(10)))
+    store.insert(b"b", response(bytes(100)))
+    assert store.lookup(b"a") is not None
+    assert store.lookup(b"b") is None
+
+
+def test_replacing_gives_the_old_space_back() -> None:
+    store = LocalStore(600)
+    for _ in range(3):
+        store.insert(b"a", response())
+    assert (len(store), store.used) == (1, 513)
+
+
+def test_a_time_to_live_ends() -> None:
+    clock = Clock()
+    store = LocalStore(5000, ttl_s=10, clock=clock)
+    store.insert(b"a", response())
+    clock.now = 9.9
+    assert store.lookup(b"a") is not None
+    clock.now = 10
+    assert store.lookup(b"a") is None
+    assert store.used == 0
+
+
+def test_a_response_survives_packing() -> None:
+    kept = response(b"\1\2\3")
+    assert unpack(pack(kept)) == kept
+
+
+def test_the_metrics_of_a_store() -> None:
+    store = LocalStore(5130)
+    store.insert(b"a", response())
+    store.lookup(b"a")
+    store.lookup(b"b")
+    values = {family.name: family.samples[0].value for family in families(store)}
+    assert values["nv_cache_util"] == pytest.approx(0.1)
+    assert (values["nv_cache_num_lookups"], values["nv_cache_num_hits"], values["nv_cache_num_misses"]) == (2, 1, 1)
+    assert values["nv_cache_num_entries"] == 1
+
+
+def no_report(text: str, error: BaseException) -> None:
+    raise AssertionError(text) from error
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ([("local", "size", "0")], "didn't contain a valid 'size'"),
+        ([("local", "ttl", "1")], "didn't contain a valid 'size'"),
+        ([("local", "size", "1"), ("local", "ttl", "-1")], "didn't contain a valid 'size'"),
+        ([("local", "sise", "1")], "has no setting 'sise'"),
+        ([("local", "size", "1"), ("redis", "host", "h")], "only a single cache is currently supported"),
+        ([("disk", "size", "1")], "unable to find cache 'disk'"),
+    ],
+)
+def test_wrong_settings_are_refused(settings: list[tuple[str, str, str]], text: str) -> None:
+    with pytest.raises(InvalidArgument, match=text):
+        store_of([Setting(*setting) for setting in settings], no_report)
+
+
+class Lease:
+    def __init__(self) -> None:
+        self.statistics = ModelStatistics("m", "1")
+        self.held = 0
+
+    def lease(self) -> None:
+        self.held += 1
+
+    def release(self) -> None:
+        self.held -= 1
+
+
+class Sink:
+    def __init__(self) -> None:
+        self.results: list[Result | None] = []
+
+    def send(self, result: Result | None, final: bool) -> None:
+        assert final
+        self.results.append(result)
+
+
+class Inner:
+    """Holds the calls it gets until the test answers them."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        self.withdrawn: list[Call] = []
+        self.pending = 0
+
+    def submit(self, call: Call) -> None:
+        self.calls.append(call)
+
+    def withdraw(self, call: Call) -> None:
+        self.withdrawn.append(call)
+
+    async def close(self) -> None:
+        pass
+
+
+class Bench:
+    def __init__(self, store: Any = None) -> None:
+        self.inner = Inner()
+        self.lease = Lease()
+        self.store = LocalStore(10_000) if store is None else store
+        self.cache = CachingScheduler(self.inner, self.store, 1, self.lease.statistics, no_report)
+
+    def submit(self, asked: InferRequest) -> tuple[Call, Sink]:
+        sink = Sink()
+        self.lease.lease()
+        call = Call(asked, 1, None, sink, self.lease, self.cache)
+        self.cache.submit(call)
+        return call, sink
+
+
+def test_a_hit_needs_no_execution_and_keeps_its_own_id() -> None:
+    bench = Bench()
+    _, first = bench.submit(request(id="a"))
+    bench.inner.calls[0].deliver(response(id="a"), True)
+    _, second = bench.submit(request(id="b"))
+    assert len(bench.inner.calls) == 1
+    assert [result.id for result in (*first.results, *second.results)] == ["a", "b"]  # type: ignore[union-attr]
+    infer = bench.lease.statistics.infer
+    assert (infer.cache_miss.count, infer.cache_hit.count, infer.success.count) == (1, 1, 1)
+    assert bench.lease.held == 0
+
+
+def test_equal_requests_under_way_share_one_execution() -> None:
+    bench = Bench()
+    sinks = [bench.submit(request(id=str(n)))[1] for n in range(3)]
+    assert len(bench.inner.calls) == 1
+    bench.inner.calls[0].deliver(response(), True)
+    assert [sink.results[0].id for sink in sinks] == ["0", "1", "2"]  # type: ignore[union-attr]
+    assert bench.lease.held == 0
+
+
+def test_an_error_is_for_all_and_is_not_kept() -> None:
+    bench = Bench()
+    sinks = [bench.submit(request())[1] for _ in range(2)]
+    bench.inner.calls[0].deliver(NotFound("x"), True)
+    assert [str(sink.results[0]) for sink in sinks] == ["x", "x"]
+    bench.submit(request())
+    assert len(bench.inner.calls) == 2
+
+
+def test_the_buffers_kept_are_the_caches_own() -> None:
+    bench = Bench()
+    bench.submit(request())
+    arena = bytearray(b"\5")
+    bench.inner.calls[0].deliver(response(memoryview(arena)), True)  # type: ignore[arg-type]
+    arena[0] = 9
+    _, sink = bench.submit(request())
+    assert sink.results[0].outputs[0].data == b"\5"  # type: ignore[union-attr]
+
+
+def test_a_client_that_leaves_takes_only_itself_out() -> None:
+    bench = Bench()
+    leaving, gone = bench.submit(request())
+    staying, served = bench.submit(request())
+    leaving.cancel()
+    assert bench.inner.withdrawn == []
+    bench.inner.calls[0].deliver(response(), True)
+    assert len(gone.results) == 1
+    assert isinstance(served.results[0], InferResponse)
+    assert staying.ended
+    assert bench.lease.held == 0
+
+
+def test_the_last_client_takes_the_execution_along() -> None:
+    bench = Bench()
+    call, _ = bench.submit(request())
+    call.cancel()
+    assert bench.inner.withdrawn == bench.inner.calls
+
+
+# ---- Redis: a real server ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def redis_port(tmp_path: Path) -> AsyncIterator[int]:
+    pytest.importorskip("redis", reason="the Python package redis is not installed (extra 'redis')")
+    program = shutil.which("redis-server")
+    if program is None:
+        pytest.skip("there is no redis-server (Debian package redis-server)")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    server = subprocess.Popen(  # noqa: ASYNC220 - returns at once
+        [program, "--port", str(port), "--save", "", "--bind", "127.0.0.1", "--dir", str(tmp_path)],
+        stdout=subprocess.DEVNULL,
+    )
+    async with asyncio.timeout(20):
+        while True:
+            try:
+                _, writer = await asyncio.open_connection("127.0.0.1", port)
+            except OSError:
+                await asyncio.sleep(0.02)
+            else:
+                writer.close()
+                await writer.wait_closed()
+                break
+    yield port
+    server.terminate()
+    server.wait(10)
+
+
+def redis_settings(number: int, **more: str) -> list[Setting]:
+    given = {"host": "127.0.0.1", "port": str(number), **more}
+    return [Setting("redis", key, value) for key, value in given.items()]
+
+
+async def until(condition: Any) -> None:
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110 - what is waited for knows no events
+            await asyncio.sleep(0.005)
+
+
+async def test_redis_is_shared_between_servers(redis_port: int) -> None:
+    stores = [store_of(redis_settings(redis_port), no_report) for _ in range(2)]
+    one, other = (Bench(store) for store in stores)
+    one.submit(request())
+    await until(lambda: one.inner.calls)
+    one.inner.calls[0].deliver(response(), True)
+    await stores[0].close()  # type: ignore[union-attr]
+    _, sink = other.submit(request(id="r"))
+    await until(lambda: sink.results)
+    assert sink.results == [response(id="r")]
+    assert other.inner.calls == []
+    await stores[1].close()  # type: ignore[union-attr]
+
+
+async def test_without_redis_requests_go_on_and_the_log_says_it_once() -> None:
+    pytest.importorskip("redis", reason="the Python package redis is not installed (extra 'redis')")
+    reports: list[str] = []
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # nobody listens
+        settings = redis_settings(taken.getsockname()[1])
+        store = store_of(settings, lambda text, error: reports.append(text))
+        bench = Bench(store)
+        for data in (b"12", b"34"):
+            _, sink = bench.submit(request(tensor(data=data)))
+            await until(lambda: bench.inner.calls)
+            bench.inner.calls.pop().deliver(response(), True)
+            assert isinstance(sink.results[0], InferResponse)
+        await store.close()  # type: ignore[union-attr]
+    assert reports == ["the response cache in Redis does not answer; going on without it"]
+
+
+@pytest.mark.parametrize(
+    ("more", "text"), [({"port": "x"}, "is not a number"), ({"colour": "red"}, "has no setting 'colour'")]
+)
+def test_wrong_redis_settings_are_refused(more: dict[str, str], text: str) -> None:
+    pytest.importorskip("redis", reason="the Python package redis is not installed (extra 'redis')")
+    with pytest.raises(InvalidArgument, match=text):
+        store_of(redis_settings(6379, **more), no_report)
