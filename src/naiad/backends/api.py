@@ -142,6 +142,10 @@ class BackendRequest(Protocol):
         Arrays are copied before it returns. Raises NaiadError if the result cannot be sent.
         """
 
+    def reschedule(self) -> None:
+        """In place of a final answer: gives the request back, to be executed once more with whatever else waits by
+        then. It comes as a new object. For models with `iterative_sequence` only; raises NaiadError for others."""
+
     def is_cancelled(self) -> bool:
         """Whether the client has withdrawn the request."""
 

@@ -130,7 +130,9 @@ class Batches:
                 raise Internal(f"request {index} was answered after its final response")
             if response.final:
                 batch.unanswered.discard(index)
-            if response.failure is not None:
+            if response.again:
+                execution.reschedule(index)
+            elif response.failure is not None:
                 execution.deliver(index, response.failure.error(), response.final)
             elif response.outputs is None:
                 execution.deliver(index, None, True)

@@ -69,6 +69,11 @@ class Signature:
         self.decoupled = bool(config.get("model_transaction_policy", {}).get("decoupled", False))
         self.outputs = {spec.name: spec for spec in map(TensorSpec, config.get("output", ()))}
         self.output_names = tuple(self.outputs)
+        sequence = config.get("sequence_batching", {})
+        self.iterative = bool(sequence.get("iterative_sequence", False))
+        # States are outputs that the server asks for by name.
+        for state in sequence.get("state", ()):
+            self.outputs.setdefault(state["output_name"], TensorSpec({**state, "name": state["output_name"]}))
         inputs = map(TensorSpec, config.get("input", ()))
         self.reshaped_inputs = {spec.name: spec for spec in inputs if spec.reshape is not None}
 
@@ -327,6 +332,10 @@ class HostRequest:
         """See `BackendRequest.send`."""
         self._execution.answer(self, result, final)
 
+    def reschedule(self) -> None:
+        """See `BackendRequest.reschedule`."""
+        self._execution.reschedule(self)
+
     def is_cancelled(self) -> bool:
         return self._cancelled
 
@@ -415,10 +424,31 @@ class RequestExecution:
                 return
             size = 0 if one_shot is None else len(one_shot.view)
             self._link.send(Results(request._batch, None, [response], None, None, size), one_shot)
-            if final and self._signature.decoupled:
-                requests = self._open.get(request._batch)
-                if requests is not None and all(other.answered for other in requests):
-                    self._open.pop(request._batch, None)
+            if final:
+                self._forget_answered(request._batch)
+
+    def reschedule(self, request: HostRequest) -> None:
+        """`HostRequest.reschedule`."""
+        with self._lock:
+            if request.answered or request._held is not None or not self._signature.iterative:
+                raise Internal(
+                    f"model '{self._signature.model}' reschedules a request that "
+                    + ("it has answered" if self._signature.iterative else "is no iterative sequence")
+                )
+            request.answered = True
+            request.inputs = {}
+            response = Response(request._index, None, {}, None, True, again=True)
+            if self._executing == request._batch and not self._signature.decoupled:
+                self._collected.append(response)
+            else:
+                self._link.send(Results(request._batch, None, [response], None, None, 0), None)
+                self._forget_answered(request._batch)
+
+    def _forget_answered(self, batch: int) -> None:
+        """Forgets a batch of a decoupled model when its last request has been answered."""
+        requests = self._open.get(batch)
+        if self._signature.decoupled and requests is not None and all(other.answered for other in requests):
+            self._open.pop(batch, None)
 
     def _response(
         self, request: HostRequest, result: BackendResponse | NaiadError | None, final: bool, in_time: bool

@@ -102,13 +102,17 @@ class Output(msgspec.Struct, array_like=True, gc=False):
 
 
 class Response(msgspec.Struct, array_like=True, gc=False):
-    """A response to request `index` of a batch; neither outputs nor failure: only the ending."""
+    """A response to request `index` of a batch; neither outputs nor failure: only the ending.
+
+    `again` in place of an ending: model code wants to be given the request once more.
+    """
 
     index: int
     outputs: list[Output] | None
     parameters: dict[str, ParameterValue]
     failure: Failure | None
     final: bool
+    again: bool = False
 
 
 class Results(msgspec.Struct, array_like=True, gc=False):

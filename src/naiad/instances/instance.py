@@ -37,12 +37,18 @@ class Execution(Protocol):
         `succeeded` is False when the execution itself raised; an error that a model answers to one request is
         not a failed execution."""
 
+    def reschedule(self, index: int) -> None:
+        """Model code gives request `index` back to be executed once more, in place of a final answer. Hosts offer
+        that to models of iterative sequences only."""
+
 
 class Instance(Protocol):
     """One loaded copy of a model version: at most one batch at a time, each batch answered exactly once, also
     when its process dies. Thread, process and Ray actor are classes with this face."""
 
     name: str
+    #: How often all that model code knew was lost since the instance was made, with its process.
+    losses: int
     #: Called, on the loop, whenever `is_available` may have turned true or the instance was given up for good.
     on_change: Callable[[], None]
 

@@ -75,6 +75,7 @@ class ProcessInstance:
         self.name = context.name
         self.on_change: Callable[[], None] = _do_nothing
         self.failure: str | None = None
+        self.losses = 0
         self.context = context
         self._tenant = tenant
         self._loop = asyncio.get_running_loop()
@@ -133,6 +134,7 @@ class ProcessInstance:
     def disconnect(self, error: NaiadError) -> None:
         """Ends the connection; what is inside fails with `error`."""
         self._is_attached = False
+        self.losses += 1
         if self._channel is not None:
             self._channel.drain()
             self._channel.close()

@@ -56,6 +56,8 @@ class ThreadInstance:
         self.name = context.name
         self.on_change: Callable[[], None] = _do_nothing
         self.failure: str | None = None
+        #: A thread goes with the server only.
+        self.losses = 0
         self.idle = asyncio.Event()
         self.idle.set()
         self._context = context

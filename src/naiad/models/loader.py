@@ -9,18 +9,20 @@ from naiad.backends.api import InstanceContext
 from naiad.config.model_config import ModelConfig
 from naiad.config.read import Draft, finish, prepare, read_labels
 from naiad.config.validate import resolve_ensemble
-from naiad.errors import Unsupported
 from naiad.instances.hosts import HostedModel, Hosts, ModelSpec
 from naiad.instances.instance import Instance
 from naiad.instances.thread import ThreadModel
 from naiad.messages import InferStatistics, ModelStatistics
 from naiad.models.manager import Source
 from naiad.models.model import Model
+from naiad.models.warmup import warm_up
 from naiad.scheduling.cache import CachingScheduler, Store
 from naiad.scheduling.dynamic import DynamicScheduler
 from naiad.scheduling.ensemble import EnsembleScheduler, Infer, members_of
 from naiad.scheduling.queue import RequestQueue
 from naiad.scheduling.scheduler import Scheduler
+from naiad.scheduling.sequence import SequenceScheduler
+from naiad.scheduling.states import read_initial_states
 from naiad.telemetry.log import Log
 
 
@@ -80,7 +82,8 @@ class ModelLoader:
         labels = await asyncio.to_thread(read_labels, draft.directory, config)
         instances = await hosted.load(config.as_dict(), instances_of(config))
         statistics = ModelStatistics(config.name, str(version), infer=self._infer_statistics())
-        scheduler = self._scheduler(config, instances, statistics)
+        await warm_up(config, version, Path(draft.directory), instances)
+        scheduler = await self._scheduler(draft, config, instances, statistics)
         cached = self._cached(scheduler, config, version, statistics)
         return Model(config, version, cached, instances, statistics, labels, hosted, time.monotonic() - start)
 
@@ -92,11 +95,18 @@ class ModelLoader:
             return scheduler
         return CachingScheduler(scheduler, self._store, version, statistics, self._log.exception)
 
-    def _scheduler(
-        self, config: ModelConfig, instances: list[Instance], statistics: ModelStatistics
-    ) -> DynamicScheduler:
+    async def _scheduler(
+        self, draft: Draft, config: ModelConfig, instances: list[Instance], statistics: ModelStatistics
+    ) -> Scheduler:
         if config.scheduling == "sequence":
-            raise Unsupported(f"model '{config.name}' asks for the sequence batcher, which this server does not have")
+            return SequenceScheduler(
+                config,
+                instances,
+                statistics,
+                initial_states=await asyncio.to_thread(read_initial_states, Path(draft.directory), config),
+                report=self._log.exception,
+                warn=self._log.warning,
+            )
         dynamic = config.dynamic_batching
         queue = queue_for(config)
         return DynamicScheduler(

@@ -10,11 +10,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from naiad.errors import NaiadError, Unavailable
+from naiad.errors import Internal, NaiadError, Unavailable
 from naiad.instances.instance import ComputeTimes, Instance
 from naiad.messages import BatchStatistics, InferRequest, InferResponse, ModelStatistics, Result
 from naiad.scheduling.queue import Batch, RequestQueue, WaitUntil
-from naiad.scheduling.scheduler import Call
+from naiad.scheduling.scheduler import Call, delay_from
 
 #: The text of a scheduler that takes no more calls.
 STOPPED = "Server is stopping, scheduler for model has stopped accepting new inference requests"
@@ -46,16 +46,26 @@ class Execution:
             self.unanswered -= 1
         self.scheduler.answer(call, result, final)
 
+    def reschedule(self, index: int) -> None:
+        # A host offers this to models of iterative sequences only.
+        self.deliver(index, Internal("a request that is no iterative sequence cannot be rescheduled"), True)
+
     def complete(self, times: ComputeTimes | None, succeeded: bool = True) -> None:
         self.scheduler.completed(self, times, succeeded)
 
 
 def count_execution(
-    statistics: ModelStatistics, calls: Sequence[Call], total_rows: int, times: ComputeTimes, succeeded: bool
+    statistics: ModelStatistics,
+    calls: Sequence[Call],
+    total_rows: int,
+    times: ComputeTimes,
+    succeeded: bool,
+    null_rows: int = 0,
 ) -> None:
     """Counts one execution as Triton does: durations per request, the whole batch charged to each (R12-22, R12-23).
 
-    A batch whose execution failed counts as an execution of its size, but not among the inferences.
+    A batch whose execution failed counts as an execution of its size, but not among the inferences; neither do
+    `null_rows`, rows that end no call.
     """
     compute_input = times.input_end_ns - times.start_ns
     compute_infer = times.output_start_ns - times.input_end_ns
@@ -74,7 +84,7 @@ def count_execution(
         infer.fail.add(times.end_ns * count - queued_sum, count)
         statistics.failures["BACKEND"] += count
         return
-    statistics.inference_count += total_rows
+    statistics.inference_count += total_rows - null_rows
     statistics.last_inference_ms = time.time_ns() // 1_000_000
     infer.success.add(times.end_ns * count - queued_sum, count)
     infer.queue.add(times.start_ns * count - queued_sum, count)
@@ -102,6 +112,8 @@ class DynamicScheduler:
         self._statistics = statistics
         self._order = _Order() if preserve_ordering else None
         self._report = report
+        #: Nothing runs before so many calls wait; 0 from then on.
+        self._hold = delay_from("TRITONSERVER_DELAY_SCHEDULER")
         self._loop = asyncio.get_running_loop()
         self._decision_due = False
         self._timer: asyncio.TimerHandle | None = None
@@ -200,7 +212,9 @@ class DynamicScheduler:
             self._statistics.pending -= 1
             self._refuse(call, Unavailable("Request timeout expired"))  # type: ignore[arg-type]
         wake_ns = queue.next_deadline_ns
-        while len(queue):
+        if len(queue) >= self._hold:
+            self._hold = 0
+        while len(queue) and not self._hold:
             instance = self._available()
             if instance is None:
                 self._give_up_if_dead()

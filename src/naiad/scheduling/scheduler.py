@@ -4,6 +4,7 @@ A call is the fact that somebody waits for a model. It ends exactly once, and it
 version back and counts it. Schedulers decide which calls run together; they do not know protocols.
 """
 
+import os
 import time
 from collections.abc import Callable
 from typing import Any, Literal, Protocol
@@ -123,3 +124,10 @@ def safely(report: Callable[[str, BaseException], None], text: str, act: Callabl
         act()
     except Exception as error:
         report(text, error)
+
+
+def delay_from(variable: str) -> int:
+    """How many requests must wait before a scheduler runs the first ones: a test hook of Triton, an environment
+    variable that tests of clients set. 0 where it is not set."""
+    value = os.environ.get(variable, "")
+    return int(value) if value.isdigit() else 0

@@ -25,6 +25,7 @@ from typing import Any
 import msgspec
 
 from naiad.errors import InvalidArgument
+from naiad.messages import InferRequest
 from naiad.scheduling.queue import Batch, RequestQueue, WaitUntil
 
 Key = int | str
@@ -38,7 +39,19 @@ class Sequence:
     None for the initial shapes.
     """
 
-    __slots__ = ("begun", "ending", "expires_ns", "instance", "key", "offered", "running", "shapes", "slot", "state", "waiting")
+    __slots__ = (
+        "begun",
+        "ending",
+        "expires_ns",
+        "instance",
+        "key",
+        "offered",
+        "running",
+        "shapes",
+        "slot",
+        "state",
+        "waiting",
+    )
 
     def __init__(self, key: Key) -> None:
         self.key = key
@@ -66,12 +79,28 @@ class Sequence:
 class Step:
     """One request of a sequence. `signature` tells which steps may share a batch, as those of calls do."""
 
-    __slots__ = ("call", "deadline_ns", "end", "ended", "execution", "index", "level", "own", "queued_ns", "rows", "sequence", "signature", "start")
+    __slots__ = (
+        "call",
+        "deadline_ns",
+        "end",
+        "ended",
+        "execution",
+        "index",
+        "level",
+        "own",
+        "queued_ns",
+        "request",
+        "rows",
+        "sequence",
+        "signature",
+        "start",
+    )
 
     sequence: Sequence
 
     def __init__(self, call: Any, signature: object, queued_ns: int, start: bool, end: bool) -> None:
         self.call = call
+        self.request: InferRequest = call.request
         self.own = signature
         self.signature = signature
         self.queued_ns = queued_ns
@@ -255,29 +284,36 @@ class Slots:
         sequence.running = None
         self._advance(sequence, now_ns)
 
-    def again(self, step: Step, now_ns: int) -> None:
-        """A step taken is to run once more, as one in the middle of its sequence."""
+    def again(self, step: Step, now_ns: int) -> bool:
+        """A step taken is to run once more, as one in the middle of its sequence. False: the sequence has no place
+        any more; the step comes out here."""
         sequence = step.sequence
         assert sequence.running is step, "this is a bug: a step that does not run is to run again"
         sequence.running = None
+        if sequence.instance < 0:
+            return False
         step.start = False
         sequence.waiting.appendleft(step)
-        # One that has lost its place has no one to run it: `lose` and `cancel` ask for running steps too.
         self.waiting_in_slots += 1
         self._offer(sequence, now_ns)
-
-    def is_placed(self, sequence: Sequence) -> bool:
-        """Whether the sequence has, or may still get, an instance."""
-        return sequence.instance >= 0 or not sequence.begun
+        return True
 
     def cancel(self, step: Step, now_ns: int) -> list[Step]:
-        """The client of a step has left: its sequence takes no more. Takes out all that wait in it."""
+        """The client of a step that waits has left: its sequence ends before it, in the backlog as a whole. Takes out
+        the step and those behind it."""
         sequence = step.sequence
-        cancelled = self._cut(sequence)
-        if sequence.instance >= 0:
-            self._advance(sequence, now_ns)
-        elif sequence in self._backlog:
+        if sequence.instance < 0:
             self._backlog.remove(sequence)
+            return self._cut(sequence)
+        before: list[Step] = []
+        while sequence.waiting[0] is not step:
+            before.append(sequence.waiting[0])
+            if len(before) == 1:
+                self._withhold(sequence)
+            sequence.waiting.popleft()
+        cancelled = self._cut(sequence)
+        sequence.waiting.extend(before)
+        self._advance(sequence, now_ns)
         return cancelled
 
     # ---- time -------------------------------------------------------------------------------------------

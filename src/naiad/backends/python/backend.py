@@ -25,7 +25,7 @@ from naiad.backends.python.loading import model_class
 from naiad.backends.python.pb_utils import ModelConfig
 from naiad.backends.python.request import REQUEST_RELEASE_RESCHEDULE, ReceivedRequest
 from naiad.backends.python.response import InferenceResponse, result
-from naiad.backends.python.sender import end, send_final
+from naiad.backends.python.sender import end, give_back, send_final
 from naiad.errors import Cancelled, Internal, NaiadError, Unsupported
 
 #: What model code may raise and must not bring the host down with. SystemExit is a model that calls `sys.exit`.
@@ -69,6 +69,7 @@ class PythonBackend(RequestBackend):
         self._name = instance.name
         self._path = model.path
         self._is_decoupled = bool(model.config.get("model_transaction_policy", {}).get("decoupled", False))
+        self._is_iterative = bool(model.config.get("sequence_batching", {}).get("iterative_sequence", False))
         self._loop: _EventLoop | None = None
         self._instance = current.Instance(instance.name, model.services, model.path.parent)
         current.enter(self._instance)
@@ -148,7 +149,8 @@ class PythonBackend(RequestBackend):
     ) -> list[ReceivedRequest]:
         """Sends the responses and waits for those the model sends itself; in that case `received` ends empty.
 
-        What the model wants rescheduled is the result: it goes through `execute` once more.
+        What the model wants rescheduled is the result: it goes through `execute` once more. Requests of iterative
+        sequences go back to the scheduler instead, where others may join them.
         """
         again: list[ReceivedRequest] = []
         pending: list[threading.Event] = []
@@ -158,6 +160,11 @@ class PythonBackend(RequestBackend):
             elif request._release_flags == REQUEST_RELEASE_RESCHEDULE:
                 if request.is_cancelled():
                     self._end(request, Cancelled("request is cancelled"))
+                elif self._is_iterative:
+                    if request._sender is not None:
+                        give_back(request._sender)
+                    else:
+                        request._source.reschedule()
                 else:
                     again.append(ReceivedRequest(request._source, self._is_decoupled, request._sender))
             elif not self._is_decoupled:

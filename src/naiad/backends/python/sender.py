@@ -105,6 +105,20 @@ def end(sender: InferenceResponseSender, answer: BackendResponse | NaiadError | 
             sender._ended.set()
 
 
+def give_back(sender: InferenceResponseSender) -> None:
+    """Gives the request back to the scheduler, unless it has ended: what follows gets a sender of its own."""
+    with _lock:
+        sender._is_closed = True
+        if sender._has_ended:
+            return
+        sender._has_ended = True
+    try:
+        sender._source.reschedule()
+    finally:
+        if sender._ended is not None:
+            sender._ended.set()
+
+
 def send_final(source: BackendRequest, answer: BackendResponse | NaiadError | None) -> None:
     """Gives the host the final answer of a request, or the reason why it cannot be sent."""
     try:
