@@ -200,6 +200,11 @@ class Hosts:
         """Makes a version ready to be completed and loaded. Raises NaiadError: unknown backend, missing import."""
         self.timeout_s(spec)
         if self._isolation == "none":
+            if spec.interpreter != sys.executable:
+                raise InvalidArgument(
+                    f"model '{spec.name}' is to run in the Python environment of {spec.interpreter}, which needs a process"
+                    " of its own: start the server without --isolation=none"
+                )
             local = ThreadModel(spec, self._limits, self._on_log, self._on_call, self.forget)
             await local.start()
             self._models[local] = None

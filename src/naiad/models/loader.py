@@ -11,6 +11,7 @@ from naiad.config.read import Draft, finish, prepare, read_labels
 from naiad.config.validate import resolve_ensemble
 from naiad.instances.hosts import HostedModel, Hosts, ModelSpec
 from naiad.instances.instance import Instance
+from naiad.instances.interpreter import interpreter_of
 from naiad.instances.thread import ThreadModel
 from naiad.messages import InferStatistics, ModelStatistics
 from naiad.models.manager import Source
@@ -58,6 +59,8 @@ class ModelLoader:
         if draft.is_ensemble:
             return await self._load_ensemble(draft, version, start)
         version_directory = source.directory.versions[version].directory
+        settings = dict(self._backend_settings(draft.backend))
+        parameters = {key: value.string_value for key, value in draft.proto.parameters.items()}
         hosted = await self._hosts.open(
             ModelSpec(
                 name=draft.name,
@@ -66,8 +69,9 @@ class ModelLoader:
                 version_directory=version_directory,
                 path=version_directory / (draft.proto.default_model_filename or f"model.{draft.backend}"),
                 backend=draft.backend,
-                settings=dict(self._backend_settings(draft.backend)),
-                parameters={key: value.string_value for key, value in draft.proto.parameters.items()},
+                settings=settings,
+                parameters=parameters,
+                interpreter=interpreter_of(draft.name, draft.backend, settings, parameters),
             )
         )
         try:
