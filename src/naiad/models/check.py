@@ -7,6 +7,8 @@ it keeps inputs in a hash map that is walked newest first; so do the loops here.
 
 import struct
 
+import msgspec
+
 from naiad.config.model_config import ModelConfig, TensorConfig
 from naiad.datatypes import Buffer, DataType
 from naiad.errors import InvalidArgument
@@ -28,32 +30,39 @@ class BrokenContents(InvalidArgument):
 class _Input:
     """What one configured input demands, with what can be computed ahead."""
 
-    __slots__ = ("datatype", "dims", "fixed_byte_size", "name", "ragged", "variable")
+    __slots__ = ("datatype", "dims", "element_size", "is_any", "name", "ragged", "rank", "row_size", "shape_size")
 
-    def __init__(self, config: TensorConfig) -> None:
+    def __init__(self, config: TensorConfig, batching: bool) -> None:
         self.name = config.name
         self.datatype = config.datatype
         self.dims = config.dims
         self.ragged = config.ragged
-        self.variable = -1 in config.dims
+        self.rank = len(config.dims) + batching
+        #: Every shape of the right rank will do.
+        self.is_any = all(extent == -1 for extent in config.dims)
+        self.element_size = config.datatype.byte_size
         #: Bytes of one row; 0 where shape or elements have no fixed size.
-        self.fixed_byte_size = 0 if self.variable else _elements(config.dims) * config.datatype.byte_size
+        self.row_size = 0 if -1 in config.dims else _elements(config.dims) * config.datatype.byte_size
+        #: Whether the shape is part of what requests must share to share a batch.
+        self.shape_size = -1 in config.dims and not config.ragged
 
 
 class RequestCheck:
-    """Says whether a request fits a model, how many rows it has, and what it may be batched with."""
+    """Says whether a request fits a model, how many rows it has, and what it may be batched with.
+
+    A good request is found good in one pass; only what does not pass is looked at again, in Triton's order.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         self._model = config.name
         self._max_batch_size = config.max_batch_size
-        self._inputs = {name: _Input(tensor) for name, tensor in config.inputs.items()}
+        batching = config.max_batch_size > 0
+        self._inputs = {name: _Input(tensor, batching) for name, tensor in config.inputs.items()}
+        self._specs = tuple(self._inputs.values())
         self._order = tuple(config.inputs)
         self._outputs = frozenset(config.outputs)
         self._required = config.required_inputs
-        #: Requests of a model whose inputs are all required and of fixed shape may always share a batch.
-        self._uniform = len(self._required) == len(self._order) and not any(
-            spec.variable and not spec.ragged for spec in self._inputs.values()
-        )
+        self._varies = any(spec.shape_size for spec in self._specs)
 
     def __call__(self, request: InferRequest) -> tuple[InferRequest, int, object]:
         """(the request with its inputs in configured order, rows, batching signature).
@@ -65,40 +74,38 @@ class RequestCheck:
                 raise InvalidArgument(f"unexpected inference output '{name}' for model '{self._model}'")
         inputs = request.inputs
         names = tuple([tensor.name for tensor in inputs])
+        specs = self._specs
         if names != self._order:
             self._check_names(request, names)
             by_name = {tensor.name: tensor for tensor in inputs}
-            inputs = tuple([by_name[name] for name in self._order if name in by_name])
+            names = tuple([name for name in self._order if name in by_name])
+            inputs = tuple([by_name[name] for name in names])
+            specs = tuple([self._inputs[name] for name in names])
+            request = msgspec.structs.replace(request, inputs=inputs)
+        rows = 1
+        batching = self._max_batch_size > 0
+        if batching:
+            rows = inputs[0].shape[0] if inputs and inputs[0].shape else 0
+            if not 0 < rows <= self._max_batch_size:
+                rows = self._explain(request)
+        for spec, tensor in zip(specs, inputs, strict=True):
+            if not _fits(spec, tensor, rows, batching):
+                rows = self._explain(request)
+                break
+        if not self._varies and len(names) == len(self._order):
+            return request, rows, None
+        shapes = tuple(
+            [tensor.shape[1:] if spec.shape_size else None for spec, tensor in zip(specs, inputs, strict=True)]
+        )
+        return request, rows, shapes if len(names) == len(self._order) else (names, shapes)
+
+    def _explain(self, request: InferRequest) -> int:
+        """Raises what is wrong with a request that did not pass at once; its rows if nothing is."""
         rows = self._rows(request) if self._max_batch_size else 1
-        for tensor in inputs:
-            spec = self._inputs[tensor.name]
-            dims = tensor.shape[1:] if self._max_batch_size else tensor.shape
-            if tensor.datatype is not spec.datatype or (dims != spec.dims and not _matches(dims, spec.dims)):
-                raise self._mismatch(request)
-        for tensor in inputs:
-            spec = self._inputs[tensor.name]
-            size = len(tensor.data) if type(tensor.data) is bytes else memoryview(tensor.data).nbytes
-            if not rows or not spec.fixed_byte_size or size != rows * spec.fixed_byte_size:
-                self._check_size(request, tensor, size)
-        if self._uniform:
-            signature: object = None
-        else:
-            signature = tuple(
-                [(tensor.name, None if self._inputs[tensor.name].ragged else tensor.shape[1:]) for tensor in inputs]
-            )
-        if inputs is not request.inputs:
-            request = InferRequest(
-                request.model_name,
-                inputs,
-                request.model_version,
-                request.id,
-                request.outputs,
-                request.parameters,
-                request.sequence,
-                request.priority,
-                request.timeout_us,
-            )
-        return request, rows, signature
+        self._check_types(request)
+        for tensor in request.inputs:
+            self._check_size(request, tensor)
+        return rows if request.inputs else 1
 
     def _check_names(self, request: InferRequest, names: tuple[str, ...]) -> None:
         given = set(names)
@@ -145,29 +152,28 @@ class RequestCheck:
             )
         return rows
 
-    def _mismatch(self, request: InferRequest) -> InvalidArgument:
+    def _check_types(self, request: InferRequest) -> None:
         batching = self._max_batch_size > 0
         for tensor in reversed(request.inputs):
             spec = self._inputs[tensor.name]
             if tensor.datatype is not spec.datatype:
-                return InvalidArgument(
+                raise InvalidArgument(
                     f"{request.label}inference input '{tensor.name}' data-type is '{tensor.datatype.name}', but model "
                     f"'{self._model}' expects '{spec.datatype.name}'"
                 )
             if not _matches(tensor.shape[1:] if batching else tensor.shape, spec.dims):
-                if -1 in tensor.shape or any(extent < -1 for extent in tensor.shape):
-                    return InvalidArgument(
+                if any(extent < 0 for extent in tensor.shape):
+                    raise InvalidArgument(
                         f"{request.label}All input dimensions should be specified for input '{tensor.name}' for model "
                         f"'{self._model}', got {_shape(tensor.shape)}"
                     )
                 expected = (-1, *spec.dims) if batching else spec.dims
-                return InvalidArgument(
+                raise InvalidArgument(
                     f"{request.label}unexpected shape for input '{tensor.name}' for model '{self._model}'. Expected "
                     f"{_shape(expected)}, got {_shape(tensor.shape)}. {_BATCH_NOTE if batching else ''}"
                 )
-        raise AssertionError("this is a bug: a mismatch that cannot be found again")
 
-    def _check_size(self, request: InferRequest, tensor: Tensor, size: int) -> None:
+    def _check_size(self, request: InferRequest, tensor: Tensor) -> None:
         # A first dimension of 0 counts as no batch at all: Triton then expects the bytes of one row (gotcha 3).
         shape = tensor.shape if not self._max_batch_size or tensor.shape[0] else tensor.shape[1:]
         count = _elements(shape)
@@ -175,11 +181,30 @@ class RequestCheck:
             _check_bytes(request, tensor, count, self._model)
             return
         expected = count * tensor.datatype.byte_size
+        size = len(tensor.data)
         if size != expected or (self._max_batch_size and not tensor.shape[0]):
             raise InvalidArgument(
                 f"{request.label}input byte size mismatch for input '{tensor.name}' for model '{self._model}'. Expected "
                 f"{expected}, got {size}"
             )
+
+
+def _fits(spec: _Input, tensor: Tensor, rows: int, batching: bool) -> bool:
+    """Whether a tensor is as its input demands, as far as that can be told without a walk through its elements."""
+    shape = tensor.shape
+    if tensor.datatype is not spec.datatype or len(shape) != spec.rank or (batching and shape[0] != rows):
+        return False
+    if spec.row_size:
+        return len(tensor.data) == rows * spec.row_size and (shape[1:] if batching else shape) == spec.dims
+    size = spec.element_size
+    for extent in shape:
+        if extent < 0:
+            return False
+        size *= extent
+    # BYTES elements have no size; their prefixes have to be walked.
+    if size != len(tensor.data) or not spec.element_size:
+        return False
+    return spec.is_any or _matches(shape[1:] if batching else shape, spec.dims)
 
 
 def _check_bytes(request: InferRequest, tensor: Tensor, expected: int, model: str) -> None:

@@ -66,7 +66,7 @@ def test_inputs_come_out_in_configured_order() -> None:
 @pytest.mark.parametrize(
     ("check", "inputs", "signature"),
     [
-        (one(batch=4), [int32("A", 1, 5)], (("A", (5,)),)),
+        (one(batch=4), [int32("A", 1, 5)], ((5,),)),
         (one(batch=4, more="allow_ragged_batch: true"), [int32("A", 1, 5)], None),
         (one(dims="3", batch=4), [int32("A", 1, 3)], None),
     ],
