@@ -46,6 +46,8 @@ class Maker:
     turns_on_batching: ClassVar[bool] = False
     #: Whether a configuration that contradicts the model's files is refused when the model is loaded.
     checks_signature: ClassVar[bool] = True
+    #: Whether a data type of the configuration that is not the model's is converted, not refused.
+    converts_datatypes: ClassVar[bool] = False
     #: Whether there are tensors of rank 0; then `scalar` is implemented.
     has_scalars: ClassVar[bool] = True
     #: Added to every configuration.
