@@ -109,7 +109,12 @@ class ArrayBackend(_Backend):
         """Loads the model; raises with the reason if it cannot be loaded."""
 
     def run(self, inputs: Mapping[str, Array], outputs: Sequence[str]) -> Mapping[str, Array]:
-        """Computes one batch. `outputs` names what somebody asked for; more may be returned."""
+        """Computes one batch. `outputs` names what somebody asked for; more may be returned.
+
+        Inputs with `allow_ragged_batch` come as one dimension, the elements of request behind request; those of
+        `batch_input` that tell them apart come with them. InvalidArgument says that the inputs cannot be used: then
+        each request of the batch is run by itself, so that only those at fault fail.
+        """
         raise NotImplementedError  # pragma: no cover - the contract
 
 

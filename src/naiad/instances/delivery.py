@@ -6,7 +6,7 @@ from naiad.errors import Internal, NaiadError
 from naiad.instances import layout
 from naiad.instances.frames import Response, Results
 from naiad.instances.instance import ComputeTimes, Execution
-from naiad.messages import InferResponse
+from naiad.messages import InferResponse, Tensor
 
 
 class _OpenBatch:
@@ -99,7 +99,7 @@ class Batches:
                     request = requests[index]
                     asked = request.outputs
                     if asked and len(asked) < len(outputs):
-                        outputs = tuple([tensor for tensor in outputs if tensor.name in asked])
+                        outputs = _asked(outputs, asked)
                     execution.deliver(index, InferResponse(model, version, request.id, outputs), True)
         if results.responses:
             self._deliver_responses(batch, results.responses, region)
@@ -137,7 +137,14 @@ class Batches:
             elif response.outputs is None:
                 execution.deliver(index, None, True)
             else:
+                request = execution.requests[index]
                 outputs = tuple([layout.tensor(output, region) for output in response.outputs])
-                request_id = execution.requests[index].id
-                answer = InferResponse(self._model, self._version, request_id, outputs, response.parameters)
+                if request.outputs and len(request.outputs) < len(outputs):
+                    outputs = _asked(outputs, request.outputs)
+                answer = InferResponse(self._model, self._version, request.id, outputs, response.parameters)
                 execution.deliver(index, answer, response.final)
+
+
+def _asked(outputs: tuple[Tensor, ...], names: Sequence[str]) -> tuple[Tensor, ...]:
+    """A batch computes what any of its requests asks for; each gets what it has asked for."""
+    return tuple([tensor for tensor in outputs if tensor.name in names])

@@ -7,6 +7,7 @@ from any thread.
 
 import threading
 from collections.abc import Mapping, Sequence
+from math import prod
 from time import monotonic_ns
 from typing import Any, Protocol
 
@@ -15,8 +16,9 @@ import numpy as np
 from naiad import datatypes
 from naiad.backends.api import Array, ArrayBackend, BackendResponse, ConfigDict, RequestBackend
 from naiad.datatypes import DataType
-from naiad.errors import Internal, NaiadError, ResourceExhausted
+from naiad.errors import Internal, InvalidArgument, NaiadError, ResourceExhausted
 from naiad.instances import arena
+from naiad.instances.composition import Composition, Shape
 from naiad.instances.frames import Details, Execute, Failure, Input, Output, Response, Results, failure
 from naiad.messages import ParameterValue
 
@@ -76,6 +78,8 @@ class Signature:
             self.outputs.setdefault(state["output_name"], TensorSpec({**state, "name": state["output_name"]}))
         inputs = map(TensorSpec, config.get("input", ()))
         self.reshaped_inputs = {spec.name: spec for spec in inputs if spec.reshape is not None}
+        #: None for most models: their batches are rows behind rows, and nobody asks whose.
+        self.composition = Composition(model, config) or None
 
 
 def _reshaped(shape: tuple[int, ...], batching: bool, of: tuple[int, ...], to: tuple[int, ...]) -> tuple[int, ...]:
@@ -102,12 +106,14 @@ _SMALL = 16 * 1024
 class _Packed:
     """An output that is ready to be placed: an array, or the packed elements of a BYTES tensor."""
 
-    __slots__ = ("array", "byte_size", "datatype", "name", "packed", "shape", "sizes")
+    __slots__ = ("array", "byte_size", "datatype", "name", "packed", "shape", "shapes", "sizes")
 
     def __init__(self, name: str, datatype: DataType, array: Array, rows: Sequence[int] | None) -> None:
+        """`rows`: the extent of each request's part in the first dimension."""
         self.name = name
         self.datatype = datatype
         self.shape = array.shape
+        self.shapes: list[Shape] | None = None
         self.sizes: list[int] | None = None
         if datatype is DataType.BYTES:
             if rows is None or len(rows) == 1:
@@ -164,7 +170,7 @@ class _Outputs:
             self._at = arena.aligned(at + total)
         elif total <= INLINE_LIMIT:
             return [
-                Output(o.name, o.datatype.number, o.shape, 0, o.byte_size, o.sizes, o.bytes()) for o in packed
+                Output(o.name, o.datatype.number, o.shape, 0, o.byte_size, o.sizes, o.bytes(), o.shapes) for o in packed
             ], None
         else:
             if total > self._byte_limit:
@@ -178,9 +184,8 @@ class _Outputs:
         placed = []
         for output in packed:
             output.write(data, at)
-            placed.append(
-                Output(output.name, output.datatype.number, output.shape, at, output.byte_size, output.sizes, None)
-            )
+            size, number = output.byte_size, output.datatype.number
+            placed.append(Output(output.name, number, output.shape, at, size, output.sizes, None, output.shapes))
             at = arena.aligned(at + output.byte_size)
         return placed, one_shot
 
@@ -203,17 +208,23 @@ class ArrayExecution:
         one_shot: OneShot | None = None
         try:
             inputs = {tensor.name: self._input(tensor, data) for tensor in frame.inputs}
+            rows = frame.rows
+            shapes: dict[str, Sequence[Shape]] | None = None
+            if signature.composition is not None:
+                shapes = {tensor.name: _request_shapes(tensor, rows) for tensor in frame.inputs}
+                inputs.update(signature.composition.batch_inputs(shapes))
             names = frame.outputs or signature.output_names
             inputs_ns = monotonic_ns()
             arrays = self._backend.run(inputs, names)
             computed_ns = monotonic_ns()
-            rows = frame.rows
-            row_count = rows[0] if len(rows) == 1 else sum(rows)
             self._outputs.begin()
             outputs, one_shot = self._outputs.place(
-                [self._checked(name, arrays, row_count, rows) for name in names], in_arena=True
+                [self._checked(name, arrays, rows, shapes) for name in names], in_arena=True
             )
         except BaseException as error:
+            if isinstance(error, InvalidArgument) and len(frame.rows) > 1:
+                self._execute_each(frame, data, received_ns)
+                return
             outputs = None
             problem = failure(error)
         end_ns = monotonic_ns()
@@ -229,16 +240,65 @@ class ArrayExecution:
     def close(self) -> None:
         self._backend.close()
 
+    def _execute_each(self, frame: Execute, data: memoryview, received_ns: int) -> None:
+        """Runs the requests of a batch that the backend has refused one by one: only who is at fault shall fail."""
+        inputs_ns = monotonic_ns()
+        columns = {tensor.name: _split(tensor, frame.rows, data, copy=False) for tensor in frame.inputs}
+        responses: list[Response] = []
+        self._outputs.begin()
+        for index, row_count in enumerate(frame.rows):
+            try:
+                response, one_shot = self._execute_one(frame, index, row_count, columns)
+            except BaseException as error:
+                responses.append(Response(index, None, {}, failure(error), True))
+                continue
+            if one_shot is None:
+                responses.append(response)
+            else:
+                self._link.send(Results(frame.batch, None, [response], None, None, len(one_shot.view)), one_shot)
+        end_ns = monotonic_ns()
+        self._link.send(Results(frame.batch, None, responses, None, (received_ns, inputs_ns, end_ns, end_ns), 0), None)
+
+    def _execute_one(
+        self, frame: Execute, index: int, row_count: int, columns: Mapping[str, Sequence[Array | None]]
+    ) -> tuple[Response, OneShot | None]:
+        signature, composition = self._signature, self._signature.composition
+        arrays = {name: column[index] for name, column in columns.items()}
+        given = {name: array for name, array in arrays.items() if array is not None}
+        inputs = {name: self._framework_input(name, array) for name, array in given.items()}
+        shapes: dict[str, Sequence[Shape]] | None = None
+        if composition is not None:
+            shapes = {name: [array.shape] for name, array in given.items()}
+            inputs.update(composition.batch_inputs(shapes))
+        names = frame.outputs or signature.output_names
+        results = self._backend.run(inputs, names)
+        packed = [self._checked(name, results, [row_count], shapes) for name in names]
+        outputs, one_shot = self._outputs.place(packed, in_arena=True)
+        return Response(index, outputs, {}, None, True), one_shot
+
     def _input(self, tensor: Input, data: memoryview) -> Array:
         if tensor.shapes is not None:
-            count = sum(int(np.prod(shape)) for shape in tensor.shapes if shape is not None)
+            count = sum(prod(shape) for shape in tensor.shapes if shape is not None)
             return _array(tensor.datatype, (count,), data, tensor.offset, tensor.byte_size)
-        array = _array(tensor.datatype, tensor.shape, data, tensor.offset, tensor.byte_size)
-        spec = self._signature.reshaped_inputs.get(tensor.name)
-        return array if spec is None else _reshape_input(array, spec, self._signature.batching)
+        return self._framework_input(
+            tensor.name, _array(tensor.datatype, tensor.shape, data, tensor.offset, tensor.byte_size)
+        )
 
-    def _checked(self, name: str, arrays: Any, row_count: int, rows: Sequence[int]) -> _Packed:
-        """The output `name` of what `run` returned. Raises Internal where it is not what the configuration says."""
+    def _framework_input(self, name: str, array: Array) -> Array:
+        """An array of the configured shape as the backend wants to see it."""
+        signature = self._signature
+        if signature.composition is not None and name in signature.composition.ragged:
+            return array.reshape(-1)
+        spec = signature.reshaped_inputs.get(name)
+        return array if spec is None else _reshape_input(array, spec, signature.batching)
+
+    def _checked(
+        self, name: str, arrays: Any, rows: Sequence[int], shapes: Mapping[str, Sequence[Shape]] | None
+    ) -> _Packed:
+        """The output `name` of what `run` returned. Raises Internal where it is not what the configuration says.
+
+        `shapes` are those of the inputs, request by request, where somebody asks.
+        """
         signature = self._signature
         spec = signature.outputs[name]
         try:
@@ -258,6 +318,11 @@ class ArrayExecution:
                 f"model '{signature.model}' returned data type {returned.name if returned else array.dtype} for output "
                 f"'{name}', expected {datatype.name} as configured"
             )
+        if shapes is not None and signature.composition is not None:
+            scattered = signature.composition.output_shapes(name, shapes)
+            if scattered is not None:
+                return self._scattered(name, datatype, array, scattered)
+        row_count = rows[0] if len(rows) == 1 else sum(rows)
         dims = spec.dims if spec.reshape is None else spec.reshape
         rank = len(dims) + signature.batching
         if array.ndim != rank:
@@ -274,6 +339,55 @@ class ArrayExecution:
         if spec.reshape is not None:
             array = array.reshape(_reshaped(array.shape, signature.batching, spec.reshape, spec.dims))
         return _Packed(name, datatype, array, rows if signature.batching else None)
+
+    def _scattered(self, name: str, datatype: DataType, array: Array, shapes: list[Shape]) -> _Packed:
+        """An output whose elements are those of the requests, one behind the other, whatever its own shape is."""
+        counts = [prod(shape) for shape in shapes]
+        if array.size != sum(counts):
+            raise Internal(
+                f"model '{self._signature.model}' returned {array.size} elements for output '{name}', expected "
+                f"{sum(counts)}: those of the shapes {', '.join(str(list(shape)) for shape in shapes)}"
+            )
+        if len(shapes) == 1:
+            return _Packed(name, datatype, array.reshape(shapes[0]), None)
+        packed = _Packed(name, datatype, array.reshape(-1), counts)
+        packed.shapes = shapes
+        packed.sizes = packed.sizes or [count * datatype.byte_size for count in counts]
+        return packed
+
+
+def _request_shapes(tensor: Input, rows: Sequence[int]) -> list[Shape]:
+    """The shapes of an input's rows in each request."""
+    if tensor.shapes is None:
+        if len(rows) == 1:
+            return [tensor.shape]
+        rest = tensor.shape[1:]
+        return [(count, *rest) for count in rows]
+    return [(0,) if shape is None else shape for shape in tensor.shapes]
+
+
+def _split(tensor: Input, rows: Sequence[int], data: memoryview, copy: bool) -> list[Array | None]:
+    """The arrays of each request, None for one without this input; `copy` where `data` is used again too early."""
+    offset = tensor.offset
+    if copy and tensor.datatype != _BYTES:
+        # Of the whole column: many small copies would take longer.
+        data = memoryview(bytearray(data[offset : offset + tensor.byte_size]))
+        offset = 0
+    split: list[Array | None] = []
+    if tensor.shapes is None:
+        array = _array(tensor.datatype, tensor.shape, data, offset, tensor.byte_size)
+        if len(rows) == 1:
+            return [array]
+        start = 0
+        for count in rows:
+            split.append(array[start : start + count])
+            start += count
+        return split
+    assert tensor.sizes is not None
+    for shape, size in zip(tensor.shapes, tensor.sizes, strict=True):
+        split.append(None if shape is None else _array(tensor.datatype, shape, data, offset, size))
+        offset += size
+    return split
 
 
 def _reshape_input(array: Array, spec: TensorSpec, batching: bool) -> Array:
@@ -489,35 +603,13 @@ class RequestExecution:
         copy = not frame.one_shot
         for tensor in frame.inputs:
             spec = self._signature.reshaped_inputs.get(tensor.name)
-            for index, array in enumerate(self._split(tensor, frame.rows, data, copy)):
+            for index, array in enumerate(_split(tensor, frame.rows, data, copy)):
                 if array is not None:
                     if spec is not None:
                         array = _reshape_input(array, spec, self._signature.batching)
                     arrays[index][tensor.name] = array
         names = self._signature.output_names
         return [HostRequest(self, frame.batch, i, arrays[i], details[i], names) for i in range(count)]
-
-    def _split(self, tensor: Input, rows: list[int], data: memoryview, copy: bool) -> list[Array | None]:
-        offset = tensor.offset
-        if copy and tensor.datatype != _BYTES:
-            # Of the whole column: many small copies would take longer.
-            data = memoryview(bytearray(data[offset : offset + tensor.byte_size]))
-            offset = 0
-        split: list[Array | None] = []
-        if tensor.shapes is None:
-            array = _array(tensor.datatype, tensor.shape, data, offset, tensor.byte_size)
-            if len(rows) == 1:
-                return [array]
-            start = 0
-            for count in rows:
-                split.append(array[start : start + count])
-                start += count
-            return split
-        assert tensor.sizes is not None
-        for shape, size in zip(tensor.shapes, tensor.sizes, strict=True):
-            split.append(None if shape is None else _array(tensor.datatype, shape, data, offset, size))
-            offset += size
-        return split
 
 
 def execution(backend: object, signature: Signature, link: Link, byte_limit: int) -> ArrayExecution | RequestExecution:

@@ -89,7 +89,8 @@ class Execute(msgspec.Struct, array_like=True, gc=False):
 class Output(msgspec.Struct, array_like=True, gc=False):
     """An output of a batch or of one response: in the frame (`data`), else at `offset` of arena or one-shot.
 
-    `sizes` are the bytes of each request's rows where equal rows do not tell them (BYTES).
+    `sizes` are the bytes of each request's rows where equal rows do not tell them (BYTES). `shapes` are the shapes of
+    each request's part where that is not rows of `shape`; then there are `sizes`.
     """
 
     name: str
@@ -99,6 +100,7 @@ class Output(msgspec.Struct, array_like=True, gc=False):
     byte_size: int
     sizes: list[int] | None
     data: bytes | None
+    shapes: list[tuple[int, ...]] | None = None
 
 
 class Response(msgspec.Struct, array_like=True, gc=False):

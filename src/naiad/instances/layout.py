@@ -160,7 +160,12 @@ def split(outputs: Sequence[Output], rows: Sequence[int], region: memoryview) ->
         data = memoryview(_data(output, region))
         column: list[Tensor] = []
         at = 0
-        if output.sizes is not None:
+        if output.shapes is not None:
+            assert output.sizes is not None, "this is a bug: an output in parts of unknown size"
+            for part, size in zip(output.shapes, output.sizes, strict=True):
+                column.append(Tensor(name, datatype, part, data[at : at + size]))
+                at += size
+        elif output.sizes is not None:
             for count, size in zip(rows, output.sizes, strict=True):
                 column.append(Tensor(name, datatype, (count, *rest), data[at : at + size]))
                 at += size

@@ -179,6 +179,25 @@ class Ragged(Identity):
         return {"OUTPUT0": np.tile(inputs["INPUT0"], (3, 1))}
 
 
+class Doubling(Identity):
+    """Twice the elements of all requests, in one dimension, where there are as many as it was told; the counts."""
+
+    def run(self, inputs, outputs):
+        assert inputs["INPUT0"].size == inputs["COUNTS"].sum()
+        elements = inputs["INPUT0"]
+        doubled = np.array([e + e for e in elements], object) if elements.dtype == object else elements * 2
+        return {"OUTPUT0": doubled, "OUTPUT1": inputs["COUNTS"].reshape(-1, 1)}
+
+
+class Picky(Identity):
+    """Refuses a batch with a negative element."""
+
+    def run(self, inputs, outputs):
+        if (inputs["INPUT0"] < 0).any():
+            raise InvalidArgument("a negative element")
+        return {"OUTPUT0": inputs["INPUT0"], "OUTPUT1": np.full_like(inputs["INPUT0"], len(inputs["INPUT0"]))}
+
+
 class Rendezvous(Identity):
     """Answers when three instances are in `run` at once."""
 

@@ -173,6 +173,72 @@ async def test_ragged_rows_reach_an_array_backend_as_one_row_of_elements(both):
     assert [r.outputs["OUTPUT0"].tolist() for [r] in results] == [[[1, 2, 3, 4, 5, 6]]] * 3
 
 
+def ragged(datatype="FP32", *, scatter=True):
+    name = f"TYPE_{datatype}"
+    return {
+        "max_batch_size": 4,
+        "input": [{"name": "INPUT0", "data_type": name, "dims": [-1], "allow_ragged_batch": True}],
+        "output": [
+            {"name": "OUTPUT0", "data_type": name, "dims": [-1]},
+            {"name": "OUTPUT1", "data_type": "TYPE_INT32", "dims": [1]},
+        ],
+        "batch_input": [{"target_name": ["COUNTS"], "data_type": "TYPE_INT32", "source_input": ["INPUT0"]}],
+        "batch_output": [{"target_name": ["OUTPUT0"], "source_input": ["INPUT0"]}] if scatter else [],
+    }
+
+
+@pytest.mark.parametrize(
+    ("datatype", "values", "wanted"),
+    [
+        ("FP32", [[[1, 2]], [[3, 4, 5]], [[6]]], [[[2, 4]], [[6, 8, 10]], [[12]]]),
+        ("FP32", [[[1, 2]], [[3, 4]]], [[[2, 4]], [[6, 8]]]),
+        ("FP32", [[[1, 2, 3]]], [[[2, 4, 6]]]),
+        ("STRING", [[[b"a", b""]], [[b"bcd"]]], [[[b"aa", b""]], [[b"bcdbcd"]]]),
+        ("STRING", [[[b"a", b"b"]]], [[[b"aa", b"bb"]]]),
+    ],
+)
+async def test_an_output_is_scattered_to_the_requests_by_the_shapes_of_an_input(both, datatype, values, wanted):
+    model = await both.load("Doubling", ragged(datatype))
+    arrays = [np.array(value, object if datatype == "STRING" else np.float32) for value in values]
+    results = await run(model.instances[0], *map(request, arrays))
+    assert [r.outputs["OUTPUT0"].tolist() for [r] in results] == wanted
+    assert [r.outputs["OUTPUT1"].tolist() for [r] in results] == [[[value.size]] for value in arrays]
+
+
+async def test_a_scattered_output_needs_all_its_elements(both):
+    model = await both.load("Ragged", ragged(scatter=True))
+    results = await run(model.instances[0], *map(request, (np.float32([[1, 2]]), np.float32([[3]]))))
+    assert [error.message for [error] in results] == [
+        "model 'm' returned 9 elements for output 'OUTPUT0', expected 3: those of the shapes [1, 2], [1, 1]"
+    ] * 2
+
+
+async def test_only_the_requests_at_fault_fail_when_a_batch_is_refused(both):
+    model = await both.load("Picky", config(dims=[-1], count=2, max_batch_size=8))
+    values = [[[1.0], [2.0]], [[-1.0]], [[3.0]]]
+    [[a], [b], [c]] = await run(
+        model.instances[0],
+        request(np.float32(values[0])),
+        request(np.float32(values[1])),
+        request(np.float32(values[2]), outputs=("OUTPUT1",)),
+    )
+    assert a.outputs["OUTPUT0"].tolist() == values[0]
+    assert a.outputs["OUTPUT1"].tolist() == [[2], [2]]
+    assert type(b) is InvalidArgument
+    assert b.message == "a negative element"
+    assert {name: array.tolist() for name, array in c.outputs.items()} == {"OUTPUT1": [[1]]}
+
+
+async def test_large_answers_of_a_batch_that_was_refused(both):
+    model = await both.load("Picky", config(dims=[-1], count=1, max_batch_size=8))
+    big = np.arange(300_000, dtype=np.float32).reshape(1, -1)
+    bad = np.float32([[-1] * 300_000])
+    [[a], [b], [c]] = await run(model.instances[0], request(big), request(bad), request(big + 1))
+    assert (a.outputs["OUTPUT0"] == big).all()
+    assert isinstance(b, InvalidArgument)
+    assert (c.outputs["OUTPUT0"] == big + 1).all()
+
+
 async def test_request_backends_see_single_requests(both):
     model = await both.load("Echo", config("INT32", [-1], max_batch_size=8))
     requests = [
