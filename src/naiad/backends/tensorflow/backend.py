@@ -1,5 +1,6 @@
 """The backend's class: one session per instance, or per several of them. Runs in hosts, on the instance's thread."""
 
+import functools
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -21,7 +22,7 @@ from naiad.backends.tensorflow.graphs import (
     read_saved_model,
     translated,
 )
-from naiad.backends.tensorflow.options import file_format, read_options
+from naiad.backends.tensorflow.options import file_format, log, read_options
 from naiad.backends.tensorflow.signature import check, complete
 from naiad.errors import Internal, Unavailable
 
@@ -55,7 +56,7 @@ class TensorflowBackend(ArrayBackend):
             model.config,
             signature,
             options.default_max_batch_size,
-            lambda level, text: model.services.log(level, text, __file__, 0),
+            functools.partial(log, model),
         )
 
     def __init__(self, model: ModelContext, instance: InstanceContext) -> None:

@@ -15,7 +15,7 @@ from tensorflow.core.protobuf import config_pb2
 from tensorflow.python.saved_model import loader_impl
 
 from naiad.backends.api import Array, InstanceContext, ModelContext
-from naiad.backends.tensorflow.options import Options, session_config
+from naiad.backends.tensorflow.options import Options, log, session_config
 from naiad.backends.tensorflow.signature import Signature, TensorInfo
 from naiad.datatypes import DataType
 from naiad.errors import Internal, InvalidArgument, NaiadError, Unavailable, Unsupported
@@ -77,9 +77,7 @@ def _signature_name(model: ModelContext, definitions: Mapping[str, Any], wanted:
     others = [other for other in sorted(definitions) if other not in _NO_SERVING]
     if wanted or not others:
         raise Internal(f"unable to load model '{model.name}', expected '{name}' signature")
-    model.services.log(
-        "WARNING", f"model '{model.name}' has no signature '{name}', using signature '{others[0]}'", __file__, 0
-    )
+    log(model, "WARNING", f"model '{model.name}' has no signature '{name}', using signature '{others[0]}'")
     return others[0]
 
 

@@ -5,6 +5,7 @@ Names, defaults and texts are those of Triton's TensorFlow backend (reference R7
 
 import json
 import os
+import sys
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -49,6 +50,10 @@ def file_format(model: ModelContext) -> Literal["savedmodel", "graphdef"]:
     if platform not in PLATFORMS:
         raise InvalidArgument(f"platform {platform} not supported for TensorFlow model '{model.name}'")
     return PLATFORMS[platform]
+
+
+def log(model: ModelContext, level: Literal["WARNING", "INFO"], message: str) -> None:
+    model.services.log(level, message, "tensorflow.py", sys._getframe(1).f_lineno)
 
 
 def read_options(model: ModelContext) -> Options:
@@ -113,9 +118,7 @@ def _set_accelerators(
     if not chosen:
         return
     if instance.kind == "KIND_CPU":
-        model.services.log(
-            "WARNING", "GPU Execution Accelerator will be ignored for model instance on CPU", __file__, 0
-        )
+        log(model, "WARNING", "GPU Execution Accelerator will be ignored for model instance on CPU")
         return
     tensorrt: dict[str, Any] | None = None
     mixed_precision = False
