@@ -60,8 +60,10 @@ def configured_inputs(config: ConfigDict) -> list[Configured]:
     sequence = config.get("sequence_batching", {})
     found = []
     for tensor in config.get("input", ()):
-        dims = framework_dims(tensor)
-        found.append(Configured(tensor["name"], BY_CONFIG_NAME[tensor["data_type"]], dims, len(dims) + batching))
+        # The elements of requests whose shapes differ come one behind the other.
+        dims = (-1,) if tensor.get("allow_ragged_batch") else framework_dims(tensor)
+        rank = 1 if tensor.get("allow_ragged_batch") else len(dims) + batching
+        found.append(Configured(tensor["name"], BY_CONFIG_NAME[tensor["data_type"]], dims, rank))
     found += [
         Configured(tensor["name"], _control_type(control), (1,), 1 + batching, "control")
         for tensor in sequence.get("control_input", ())

@@ -66,7 +66,7 @@ def _program(model: ModelContext, device: Device, chosen: settings.Settings) -> 
 
 def _check_outputs(model: ModelContext, program: Program, results: Results) -> None:
     """Of an exported program, whose outputs are known before it runs."""
-    found, places = results.find(program.outputs)
+    found, places = results.find(program.outputs, list(results.outputs))
     batching = int(model.config.get("max_batch_size", 0)) > 0
     for output in results.outputs.values():
         declared = found[places[output.name]][1]

@@ -70,12 +70,13 @@ def _from_tree(
 ) -> None:
     declared = list(tree.declared)
     found = leaves(program.outputs)
+    paths = [path for path, _ in found]
     results: list[Declared] = [leaf for _, leaf in found]
     if any(it.shape is None or it.datatype is None for it in (*declared, *results)):
         _log(
             model,
             f"cannot complete the configuration of model '{model.name}': {tree.describe()}; it returns"
-            f" {', '.join(repr(name) for name in leaf_names([path for path, _ in found]))}; a compiled package says"
+            f" {', '.join(repr(name) for name in leaf_names(paths))}; a compiled package says"
             " nothing of data_type and dims",
         )
         return
@@ -103,9 +104,9 @@ def _from_tree(
     config["input"] = _filled(inputs, tree.names, tree.place, declared, batching)
 
     def place(name: str) -> int | None:
-        return places(model.name, program.outputs, [path for path, _ in found], [name])[name]
+        return places(model.name, program.outputs, paths, [name], [name])[name]
 
-    config["output"] = _filled(outputs, leaf_names([path for path, _ in found]), place, results, batching)
+    config["output"] = _filled(outputs, leaf_names(paths), place, results, batching)
 
 
 def _filled(
@@ -225,7 +226,7 @@ def _write_outputs(
         if not tensor.get("name") and at < len(every):
             tensor["name"] = every[at][0]
     given = [tensor["name"] for tensor in outputs if tensor.get("name")]
-    chosen = places(model.name, first, paths, given)
+    chosen = places(model.name, first, paths, given, given)
     for tensor in outputs:
         if tensor.get("name") not in chosen:
             continue

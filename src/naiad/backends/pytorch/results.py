@@ -16,7 +16,7 @@ from naiad.backends.arrays import framework_dims, from_text
 from naiad.backends.pytorch.structures import Path, describe, has_order, is_text, leaves, places
 from naiad.backends.pytorch.tensors import DATATYPES, Device, check_datatype, number_type
 from naiad.datatypes import BY_CONFIG_NAME, DataType
-from naiad.errors import InvalidArgument
+from naiad.errors import Internal, InvalidArgument
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Results:
     """The outputs of one model."""
 
     def __init__(self, model: str, config: ConfigDict, device: Device) -> None:
-        """Raises InvalidArgument where no output is configured, or one that PyTorch does not have."""
+        """Raises InvalidArgument where no output is configured."""
         self._model = model
         self._device = device
         self._batching = int(config.get("max_batch_size", 0)) > 0
@@ -56,19 +56,19 @@ class Results:
         self._names = list(self.outputs)
         self._places: dict[tuple[bool, tuple[Path, ...]], dict[str, int]] = {}
 
-    def find(self, value: Any) -> tuple[list[tuple[Path, Any]], dict[str, int]]:
-        """The leaves of what the model returned, and which of them each output is. Raises InvalidArgument."""
+    def find(self, value: Any, names: Sequence[str]) -> tuple[list[tuple[Path, Any]], dict[str, int]]:
+        """The leaves of what the model returned, and which of them each output is. Raises if one of `names` is none."""
         found = leaves(value)
         paths = tuple([path for path, _ in found])
         key = (has_order(value), paths)
         chosen = self._places.get(key)
-        if chosen is None:
-            chosen = self._places[key] = places(self._model, value, paths, self._names)
+        if chosen is None or not chosen.keys() >= set(names):
+            chosen = self._places[key] = places(self._model, value, paths, self._names, names)
         return found, chosen
 
     def arrays(self, value: Any, names: Sequence[str]) -> dict[str, Array]:
-        """The outputs `names`. Raises InvalidArgument where the model did not return what is configured."""
-        found, chosen = self.find(value)
+        """The outputs `names`. Raises where the model did not return what is configured."""
+        found, chosen = self.find(value, names)
         arrays: dict[str, Array] = {}
         tensors: dict[str, torch.Tensor] = {}
         for name in names:
@@ -102,7 +102,7 @@ class Results:
                 raise InvalidArgument(
                     f"output '{output.name}' is {leaf}, and {output.datatype.name}: {error}"
                 ) from error
-        raise InvalidArgument(
+        raise Internal(
             f"output '{output.name}' of model '{self._model}' must be of type Tensor, List[str] or a number, received"
             f" {type(leaf).__name__}: the model returned {describe(value)}"
         )

@@ -12,14 +12,14 @@ The names of a leaf, of which the first that is configured counts:
 
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from naiad.datatypes import DataType
-from naiad.errors import InvalidArgument
+from naiad.errors import Internal, InvalidArgument
 
 Path = tuple[str | int, ...]
 
@@ -130,27 +130,31 @@ def _by_name(paths: Sequence[Path]) -> dict[str, int]:
     return named
 
 
-def places(model: str, value: Any, paths: Sequence[Path], names: Sequence[str]) -> dict[str, int]:
+def places(
+    model: str, value: Any, paths: Sequence[Path], names: Sequence[str], asked: Collection[str]
+) -> dict[str, int]:
     """Which leaf of `value` each of `names` (all outputs of the configuration, in its order) is.
 
     Names are looked up as keys; if there are none among them, all as `<name>__<index>`; else, and only where
-    `value` has an order, they are taken in order, as Triton does. Raises InvalidArgument for a name that is none.
+    `value` has an order, they are taken in order, as Triton does. Names that are not there are left out; raises
+    Internal, or InvalidArgument for a wrong index, if one of them is `asked` for.
     """
-    keyed = _by_name(paths)
-    if any(name in keyed for name in names):
-        found = {}
-        for name in names:
-            at = keyed.get(name)
-            if at is None and (at := index_of(name)) is None:
-                raise _unmapped(model, name, value, paths)
-            found[name] = _checked(name, at, value, paths)
-        return found
     indices = [index_of(name) for name in names]
-    if all(index is not None for index in indices):
-        return {name: _checked(name, at, value, paths) for name, at in zip(names, indices, strict=True)}  # type: ignore[arg-type]
-    if has_order(value):
-        return {name: _checked(name, at, value, paths) for at, name in enumerate(names)}
-    raise _unmapped(model, next(name for name in names if index_of(name) is None), value, paths)
+    keyed = _by_name(paths)
+    wanted: dict[str, int | None]
+    if any(name in keyed for name in names) or not has_order(value):
+        wanted = {name: keyed.get(name, index) for name, index in zip(names, indices, strict=True)}
+    elif None not in indices:
+        wanted = dict(zip(names, indices, strict=True))
+    else:
+        wanted = {name: at for at, name in enumerate(names)}
+    found = {}
+    for name, at in wanted.items():
+        if at is not None and at < len(paths):
+            found[name] = at
+        elif name in asked:
+            raise _unmapped(model, name, value, paths) if at is None else _no_such_index(name, value, paths)
+    return found
 
 
 def has_order(value: Any) -> bool:
@@ -158,18 +162,16 @@ def has_order(value: Any) -> bool:
     return isinstance(value, (tuple, list)) or children(value) is None
 
 
-def _checked(name: str, at: int, value: Any, paths: Sequence[Path]) -> int:
-    if at >= len(paths):
-        raise InvalidArgument(
-            f"The output {name} in the model configuration refers to an output index which doesn't exist. This model has"
-            f" {len(paths)} outputs: it returned {describe(value)}"
-        )
-    return at
-
-
-def _unmapped(model: str, name: str, value: Any, paths: Sequence[Path]) -> InvalidArgument:
-    names = ", ".join(repr(it) for it in leaf_names(paths)) or "none"
+def _no_such_index(name: str, value: Any, paths: Sequence[Path]) -> InvalidArgument:
     return InvalidArgument(
+        f"The output {name} in the model configuration refers to an output index which doesn't exist. This model has"
+        f" {len(paths)} outputs: it returned {describe(value)}"
+    )
+
+
+def _unmapped(model: str, name: str, value: Any, paths: Sequence[Path]) -> Internal:
+    names = ", ".join(repr(it) for it in leaf_names(paths)) or "none"
+    return Internal(
         f"output '{name}' of model '{model}' is not in what the model returned: {describe(value)}. Outputs can be named"
         f" {names}, or <name>__0 to <name>__{len(paths) - 1}"
         if paths
