@@ -215,7 +215,7 @@ class GraphSession:
                 call = Call(self._session, feeds, fetches)
             except (ValueError, tf.errors.OpError) as error:
                 raise translated(error) from error
-            for oldest in list(self._calls)[: len(self._calls) + 1 - _MOST_CALLS]:
+            for oldest in list(self._calls)[: max(0, len(self._calls) + 1 - _MOST_CALLS)]:
                 self._calls.pop(oldest, None)
             self._calls[key] = call
         return call

@@ -9,6 +9,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import tensorflow as tf
 from tensorflow.core.protobuf import config_pb2, rewriter_config_pb2
 
 from naiad.backends.api import InstanceContext, ModelContext
@@ -155,9 +156,7 @@ def _tensorrt_options(parameters: dict[str, str]) -> dict[str, Any]:
 
 
 def _set_tensorrt(rewrites: Any, options: dict[str, Any], max_batch_size: int) -> None:
-    from tensorflow.python.compiler.tensorrt import trt_convert
-
-    if not trt_convert.is_tensorrt_enabled():
+    if not tf.sysconfig.get_build_info().get("is_tensorrt_build"):
         raise Unsupported(
             "the installed TensorFlow has no TensorRT (the last with it is 2.17): leave the accelerator 'tensorrt' out, or"
             " convert the model to ONNX and use the accelerator of the onnxruntime backend"
