@@ -34,7 +34,7 @@ LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
 #: Carry no rank: the package itself (its version) and what `init --example` writes out.
 UNRANKED = {"__init__", "examples"}
 #: Never in a host: half a second of imports, and threads before the fork.
-TOO_HEAVY_FOR_HOSTS = ("google.protobuf", "tritonclient", "grpc", "granian", "naiad.engine", "naiad.frontends")
+TOO_HEAVY_FOR_HOSTS = ("google.protobuf", "tritonclient", "grpc", "naiad.engine", "naiad.frontends")
 
 
 def part_of(module: str) -> str:

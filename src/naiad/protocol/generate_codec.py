@@ -13,7 +13,7 @@ _NESTED = "parameters"
 
 
 def decode_generate(
-    body: bytes,
+    body: bytes | memoryview,
     config: ModelConfig,
     model_version: int = -1,
     forwarded: Mapping[str, ParameterValue] | None = None,

@@ -88,7 +88,7 @@ def header_length(given: str | None, body_size: int) -> int:
 
 
 def decode_request(
-    body: bytes,
+    body: bytes | memoryview,
     json_size: int,
     model_name: str,
     model_version: int = -1,
@@ -200,7 +200,7 @@ def decode_request(
 
 
 def decode_raw_request(
-    body: bytes,
+    body: bytes | memoryview,
     config: ModelConfig,
     model_version: int = -1,
     forwarded: Mapping[str, ParameterValue] | None = None,
@@ -226,7 +226,7 @@ def decode_raw_request(
             raise InvalidArgument(
                 f"{who}For BYTE datatype raw input '{tensor.name}', the model must have input shape [1]"
             )
-        data = _LENGTH.pack(len(body)) + body
+        data = b"".join((_LENGTH.pack(len(body)), body))
     else:
         if dims.count(-1) > 1:
             raise InvalidArgument(

@@ -1,18 +1,19 @@
 """The HTTP front end: every request comes in here, and every error goes out here. On the event loop."""
 
+import asyncio
 import logging
-from typing import Self
-
-from granian._granian import RSGIProtocolClosed, RSGIProtocolError
+import ssl
+from collections.abc import Coroutine
+from typing import Any, Self
 
 from naiad.errors import Internal, NaiadError
-from naiad.frontends.http.disconnects import Disconnects
+from naiad.frontends.http.connection import ConnectionClosed, Exchange
 from naiad.frontends.http.generate import Generation
 from naiad.frontends.http.inference import HeaderForwarding, Inference
 from naiad.frontends.http.listener import Listener
 from naiad.frontends.http.management import Management, Settings
-from naiad.frontends.http.replies import PLAIN, HttpProtocol, Scope, reply_error
-from naiad.frontends.http.routes import Routes
+from naiad.frontends.http.replies import PLAIN, reply_error
+from naiad.frontends.http.routes import Route, Routes
 from naiad.frontends.http.surface import Engine
 from naiad.options import Restriction
 from naiad.protocol.json_codec import DEFAULT_MAX_INPUT_SIZE
@@ -47,16 +48,18 @@ class HttpFrontend:
         trace_settings: Settings | None = None,
         log_settings: Settings | None = None,
         grace_s: float = 30.0,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
-        self._disconnects = Disconnects()
         forwarding = HeaderForwarding(header_forward_pattern)
         self._routes = Routes(
-            Inference(engine, self._disconnects, regions, forwarding, max_input_size),
-            Generation(engine, self._disconnects, forwarding, max_input_size),
+            Inference(engine, regions, forwarding, max_input_size),
+            Generation(engine, forwarding, max_input_size),
             Management(engine, regions, trace_settings, log_settings),
             restricted_apis,
         )
-        self._listener = Listener(self._answer, "HTTP service", address, port, reuse_port=reuse_port, grace_s=grace_s)
+        self._listener = Listener(self, "HTTP service", address, port, reuse_port=reuse_port, grace_s=grace_s, tls=tls)
+        #: Answers under way that could not be given at once.
+        self._tasks: set[asyncio.Task[None]] = set()
 
     @property
     def bound_port(self) -> int:
@@ -68,28 +71,52 @@ class HttpFrontend:
 
     async def __aexit__(self, *exc_info: object) -> None:
         await self._listener.__aexit__(*exc_info)
-        self._disconnects.close()
 
-    async def _answer(self, scope: Scope, proto: HttpProtocol) -> None:
-        route = self._routes.find(scope.path)
+    def accept(self, exchange: Exchange) -> None:
+        """Refuses what has no route, no key, or the wrong method, before its body is read."""
+        route = self._routes.find(exchange.path)
         if route is None:
-            proto.response_bytes(404, PLAIN, _NOT_FOUND)
+            exchange.response_bytes(404, PLAIN, _NOT_FOUND)
             return
         restriction = route.restriction
-        if restriction is not None and scope.headers.get(restriction.key.lower()) != restriction.value:
-            proto.response_bytes(
-                403, PLAIN, error_document(f"This API is restricted, expecting header '{restriction.key}'")
-            )
-            return
-        if scope.method not in route.methods:
-            proto.response_bytes(405, route.error_headers, _METHOD_NOT_ALLOWED)
-            return
+        if restriction is not None and exchange.headers.get(restriction.key.lower()) != restriction.value:
+            text = f"This API is restricted, expecting header '{restriction.key}'"
+            exchange.response_bytes(403, PLAIN, error_document(text))
+        elif exchange.method not in route.methods:
+            exchange.response_bytes(405, route.error_headers, _METHOD_NOT_ALLOWED)
+
+    def handle(self, exchange: Exchange) -> None:
+        route = self._routes.find(exchange.path)
+        assert route is not None, "this is a bug: a request without a route was accepted"
         try:
-            await route.handler(scope, proto, *route.arguments)
+            later = route.handler(exchange, *route.arguments)
         except NaiadError as error:
-            reply_error(proto, error, route.error_headers)
-        except (RSGIProtocolClosed, RSGIProtocolError):
-            pass  # the client left while its request was read or its stream was written
+            reply_error(exchange, error, route.error_headers)
         except Exception as error:
-            logger.exception("unexpected error in %s %s", scope.method, scope.path)
-            reply_error(proto, Internal(f"unexpected error: {error!r}"), route.error_headers)
+            _fail(exchange, route, error)
+        else:
+            if later is not None:
+                task = asyncio.get_running_loop().create_task(_finish(exchange, route, later))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+
+
+async def _finish(exchange: Exchange, route: Route, answer: Coroutine[Any, Any, None]) -> None:
+    """Answers what cannot be answered at once."""
+    try:
+        await answer
+    except NaiadError as error:
+        if not exchange.is_answered:
+            reply_error(exchange, error, route.error_headers)
+    except ConnectionClosed:
+        return
+    except Exception as error:
+        _fail(exchange, route, error)
+    if exchange.is_streaming:
+        exchange.end_stream()
+
+
+def _fail(exchange: Exchange, route: Route, error: Exception) -> None:
+    logger.exception("unexpected error in %s %s", exchange.method, exchange.path)
+    if not exchange.is_answered:
+        reply_error(exchange, Internal(f"unexpected error: {error!r}"), route.error_headers)

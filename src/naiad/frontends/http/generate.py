@@ -4,9 +4,9 @@ import asyncio
 from collections import deque
 
 from naiad.errors import InvalidArgument, NaiadError
-from naiad.frontends.http.disconnects import Disconnects
+from naiad.frontends.http.connection import Exchange, Stream
 from naiad.frontends.http.inference import HeaderForwarding, InferenceEngine, ServedModel
-from naiad.frontends.http.replies import EVENTS, JSON, HttpProtocol, Scope, StreamTransport
+from naiad.frontends.http.replies import EVENTS, JSON
 from naiad.messages import InferResponse, Result
 from naiad.protocol.generate_codec import decode_generate, generate_document
 from naiad.protocol.json_codec import DEFAULT_MAX_INPUT_SIZE
@@ -77,60 +77,57 @@ class Generation:
     def __init__(
         self,
         engine: InferenceEngine,
-        disconnects: Disconnects,
         forwarding: HeaderForwarding,
         max_input_size: int = DEFAULT_MAX_INPUT_SIZE,
     ) -> None:
         self._engine = engine
-        self._disconnects = disconnects
         self._forwarding = forwarding
         self._max_input_size = max_input_size
 
-    async def generate(self, scope: Scope, proto: HttpProtocol, name: str, version: int) -> None:
-        await self._run(scope, proto, name, version, stream=False)
+    async def generate(self, exchange: Exchange, name: str, version: int) -> None:
+        await self._run(exchange, name, version, stream=False)
 
-    async def generate_stream(self, scope: Scope, proto: HttpProtocol, name: str, version: int) -> None:
-        await self._run(scope, proto, name, version, stream=True)
+    async def generate_stream(self, exchange: Exchange, name: str, version: int) -> None:
+        await self._run(exchange, name, version, stream=True)
 
-    async def _run(self, scope: Scope, proto: HttpProtocol, name: str, version: int, stream: bool) -> None:
+    async def _run(self, exchange: Exchange, name: str, version: int, stream: bool) -> None:
         model: ServedModel = self._engine.model(name, version)
-        headers = scope.headers
+        headers = exchange.headers
         encoding = headers.get("content-encoding")
         if encoding is not None and encoding != "identity":
             raise InvalidArgument("Unsupported content-encoding, only 'identity' is supported.")
-        body = await proto()
+        body = exchange.body
         forwarded = self._forwarding(headers)
         request = decode_generate(body, model.config, version, forwarded, self._max_input_size)
         responses = _Responses(keep_all=stream)
         call = self._engine.infer(request, responses)
-        waiting = self._disconnects.add(proto, call)
+        exchange.on_disconnect = call.cancel
         try:
             if stream:
-                await _stream(proto, responses)
+                await _stream(exchange, responses)
             else:
-                await _single(proto, responses)
+                await _single(exchange, responses)
         finally:
-            self._disconnects.remove(waiting)
             if not responses.final:
                 # The client has gone, or reads too slowly.
                 call.cancel()
 
 
-async def _single(proto: HttpProtocol, responses: _Responses) -> None:
+async def _single(exchange: Exchange, responses: _Responses) -> None:
     while not responses.final:
         await responses.more()
     text = responses.texts[0] if responses.count == 1 else _NOT_ONE
     # In chunks, as Triton answers here.
-    transport = proto.response_stream(responses.status, JSON)
+    transport = exchange.response_stream(responses.status, JSON)
     await transport.send_bytes(text)
 
 
-async def _stream(proto: HttpProtocol, responses: _Responses) -> None:
-    transport: StreamTransport | None = None
+async def _stream(exchange: Exchange, responses: _Responses) -> None:
+    transport: Stream | None = None
     while True:
         if responses.texts or responses.final:
             if transport is None:
-                transport = proto.response_stream(responses.status, EVENTS)
+                transport = exchange.response_stream(responses.status, EVENTS)
             if responses.backlog > _MAX_BACKLOG:
                 responses.texts.clear()
                 responses.texts.append(error_document("the client reads the stream too slowly; it is ended"))

@@ -6,15 +6,15 @@ Triton does it.
 
 import asyncio
 import re
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from typing import Any, Protocol
 
 from naiad.config.model_config import ModelConfig
 from naiad.errors import InvalidArgument, NaiadError, NotFound, Unsupported
 from naiad.frontends.http.compression import ENCODINGS, choose, compress, decompress
-from naiad.frontends.http.disconnects import Cancellable, Disconnects
-from naiad.frontends.http.replies import JSON, PLAIN, Headers, HttpProtocol, RequestHeaders, Scope, reply_error
-from naiad.messages import InferRequest, InferResponse, ParameterValue, ResponseSink, Result, Tensor
+from naiad.frontends.http.connection import Exchange, Headers, RequestHeaders
+from naiad.frontends.http.replies import JSON, PLAIN, reply_error
+from naiad.messages import InferRequest, InferResponse, ParameterValue, ResponseSink, Result
 from naiad.protocol.json_codec import (
     DEFAULT_MAX_INPUT_SIZE,
     RegionInput,
@@ -30,6 +30,10 @@ from naiad.protocol.regions import Regions, is_local_peer
 #: JSON texts from this many bytes on are read and written in a thread, so that the loop goes on.
 LARGE = 1 << 20
 _UNKNOWN_ENCODING: Headers = [*PLAIN, ("accept-encoding", "gzip, deflate")]
+
+
+class Cancellable(Protocol):
+    def cancel(self) -> None: ...
 
 
 class ServedModel(Protocol):
@@ -62,65 +66,65 @@ class HeaderForwarding:
             raise InvalidArgument(f"invalid header forward pattern '{pattern}': {error}") from error
 
     def __call__(self, headers: RequestHeaders) -> Mapping[str, ParameterValue] | None:
-        """The parameters, or None. Names are in Train-Case: the connection does not keep the case they were sent in."""
+        """The parameters, or None. Names are as they were sent."""
         if self._search is None:
             return None
         parameters: dict[str, ParameterValue] = {}
         for name, value in headers.items():
-            if self._search(name) is None and self._search(_train_case(name)) is None:
+            if self._search(name) is None:
                 continue
-            if name.startswith("triton_"):
+            if name.lower().startswith("triton_"):
                 raise InvalidArgument(f"Header '{name}' is reserved for Triton usage and cannot be forwarded.")
-            parameters[_train_case(name)] = value
+            parameters[name] = value
         return parameters
-
-
-def _train_case(name: str) -> str:
-    return "-".join([part.capitalize() for part in name.split("-")])
 
 
 class _Reply:
     """Where the response goes: encoded and sent before `send` returns, since its buffers are used again afterwards."""
 
-    __slots__ = ("_batched", "_encoding", "_labels", "_plan", "_proto", "_regions", "done", "large", "waiter")
+    __slots__ = ("_batched", "_encoding", "_exchange", "_labels", "_plan", "_regions", "_tasks")
 
     def __init__(
         self,
-        proto: HttpProtocol,
+        exchange: Exchange,
         plan: OutputPlan,
         model: ServedModel,
         regions: Mapping[str, RegionOutput],
         encoding: str | None,
+        tasks: "set[asyncio.Task[None]]",
     ) -> None:
-        self._proto = proto
+        self._exchange = exchange
         self._plan = plan
         self._labels = model.labels
         self._batched = model.config.batching
         self._regions = regions
         self._encoding = encoding
-        #: A response to be encoded in a thread; its tensors are copies.
-        self.large: InferResponse | None = None
-        self.done = False
-        self.waiter: asyncio.Future[None] | None = None
+        self._tasks = tasks
 
     def send(self, result: Result | None, final: bool) -> None:
         try:
             if isinstance(result, InferResponse):
                 if self._is_large(result):
-                    self.large = _copied(result)
+                    task = asyncio.get_running_loop().create_task(self._send_large(result.owned()))
+                    self._tasks.add(task)
+                    task.add_done_callback(self._tasks.discard)
                 else:
-                    self._proto.response_bytes(200, *self.encode(result))
+                    self._exchange.response_bytes(200, *self._encode(result))
             elif result is not None:
-                reply_error(self._proto, result, PLAIN)
+                reply_error(self._exchange, result, PLAIN)
         except NaiadError as error:
-            reply_error(self._proto, error, PLAIN)
-        finally:
-            self.done = True
-            waiter = self.waiter
-            if waiter is not None and not waiter.done():
-                waiter.set_result(None)
+            reply_error(self._exchange, error, PLAIN)
 
-    def encode(self, response: InferResponse) -> tuple[Headers, bytes]:
+    async def _send_large(self, response: InferResponse) -> None:
+        """Encodes in a thread what takes long to encode."""
+        try:
+            headers, body = await asyncio.to_thread(self._encode, response)
+        except NaiadError as error:
+            reply_error(self._exchange, error, PLAIN)
+        else:
+            self._exchange.response_bytes(200, headers, body)
+
+    def _encode(self, response: InferResponse) -> tuple[Headers, bytes]:
         headers, body = encode_response(response, self._plan, self._labels, self._batched, self._regions)
         if self._encoding is not None:
             headers = [*headers, ("content-encoding", self._encoding)]
@@ -129,19 +133,14 @@ class _Reply:
 
     def _is_large(self, response: InferResponse) -> bool:
         """Whether it is slow to write; bytes that go out as they are are not."""
-        binary = self._encoding is None and (self._plan.binary_default and not self._plan.outputs)
+        if self._encoding is None and self._plan.binary_default and not self._plan.outputs:
+            return False
         size = 0
         for tensor in response.outputs:
-            if not binary:
-                spec = self._plan.outputs.get(tensor.name)
-                if spec is None or not (spec.binary or spec.region) or self._encoding is not None:
-                    size += len(tensor.data) if type(tensor.data) is bytes else memoryview(tensor.data).nbytes
+            spec = self._plan.outputs.get(tensor.name)
+            if spec is None or not (spec.binary or spec.region) or self._encoding is not None:
+                size += len(tensor.data)
         return size >= LARGE
-
-
-def _copied(response: InferResponse) -> InferResponse:
-    outputs = tuple([Tensor(item.name, item.datatype, item.shape, bytes(item.data)) for item in response.outputs])
-    return InferResponse(response.model_name, response.model_version, response.id, outputs, response.parameters)
 
 
 class Inference:
@@ -150,103 +149,94 @@ class Inference:
     def __init__(
         self,
         engine: InferenceEngine,
-        disconnects: Disconnects,
         regions: Regions | None,
         forwarding: HeaderForwarding,
         max_input_size: int = DEFAULT_MAX_INPUT_SIZE,
     ) -> None:
         self._engine = engine
-        self._disconnects = disconnects
         self._regions = regions
         self._forwarding = forwarding
         self._max_input_size = max_input_size
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
 
-    async def infer(self, scope: Scope, proto: HttpProtocol, name: str, version: int) -> None:
+    def infer(self, exchange: Exchange, name: str, version: int) -> Coroutine[Any, Any, None] | None:
+        """Submits the request; the reply is sent when the model has answered. What takes long to read is read in a
+        thread, by the coroutine that is returned then."""
         model: ServedModel = self._engine.model(name, version)
         if model.config.decoupled:
             raise Unsupported("HTTP end point doesn't support models with decoupled transaction policy")
-        headers = scope.headers
-        body = await proto()
+        headers = exchange.headers
+        body = exchange.body
         encoding = headers.get("content-encoding")
         if encoding is not None and encoding != "identity":
             if encoding not in ENCODINGS:
-                reply_error(proto, Unsupported("Unsupported compression type"), _UNKNOWN_ENCODING)
-                return
+                reply_error(exchange, Unsupported("Unsupported compression type"), _UNKNOWN_ENCODING)
+                return None
             if len(body) >= LARGE:
-                body = await asyncio.to_thread(decompress, body, self._max_input_size)
-            else:
-                body = decompress(body, self._max_input_size)
+                return self._infer_slowly(exchange, model, version)
+            body = decompress(bytes(body), self._max_input_size)
         json_size = header_length(headers.get("inference-header-content-length"), len(body))
-        regions: dict[str, RegionOutput] = {}
-        accepted = headers.get("accept-encoding")
-        reply: _Reply | None = None
+        if json_size >= LARGE:
+            return self._infer_slowly(exchange, model, version)
         try:
-            forwarded = self._forwarding(headers)
-            if json_size == 0:
-                request, plan = decode_raw_request(body, model.config, version, forwarded, self._max_input_size)
-            elif json_size >= LARGE:
-                # Regions are only looked up and read there, which no change on the loop can tear.
-                request, plan = await asyncio.to_thread(
-                    decode_request,
-                    body,
-                    json_size,
-                    name,
-                    version,
-                    self._region_input(scope),
-                    forwarded,
-                    self._max_input_size,
-                )
-            else:
-                request, plan = decode_request(
-                    body, json_size, name, version, self._region_input(scope), forwarded, self._max_input_size
-                )
-            for spec in plan.outputs.values():
-                if spec.region is not None:
-                    regions[spec.name] = self._region_output(
-                        scope, spec.region, spec.region_offset, spec.region_byte_size
-                    )
-            reply = _Reply(proto, plan, model, regions, None if accepted is None else choose(accepted))
-            call = self._engine.infer(request, reply)
+            request, plan = self._decode(exchange, model, version, body, json_size)
+            self._submit(exchange, model, request, plan)
         except NaiadError as error:
-            reply_error(proto, error, JSON)
-            return
-        if not reply.done:
-            await self._answered(proto, reply, call)
-        if reply.large is not None:
-            try:
-                reply_headers, text = await asyncio.to_thread(reply.encode, reply.large)
-            except NaiadError as error:
-                reply_error(proto, error, PLAIN)
-            else:
-                proto.response_bytes(200, reply_headers, text)
+            reply_error(exchange, error, JSON)
+        return None
 
-    async def _answered(self, proto: HttpProtocol, reply: _Reply, call: Cancellable) -> None:
-        loop = self._loop
-        if loop is None:
-            loop = self._loop = asyncio.get_running_loop()
-        reply.waiter = loop.create_future()
-        waiting = self._disconnects.add(proto, call)
+    async def _infer_slowly(self, exchange: Exchange, model: ServedModel, version: int) -> None:
+        # Regions are only looked up and read in the thread, which no change on the loop can tear.
+        headers = exchange.headers
+        body = exchange.body
+        if headers.get("content-encoding") in ENCODINGS:
+            body = await asyncio.to_thread(decompress, bytes(body), self._max_input_size)
+        json_size = header_length(headers.get("inference-header-content-length"), len(body))
         try:
-            await reply.waiter
-        except asyncio.CancelledError:
-            call.cancel()
-            raise
-        finally:
-            self._disconnects.remove(waiting)
+            request, plan = await asyncio.to_thread(self._decode, exchange, model, version, body, json_size)
+            self._submit(exchange, model, request, plan)
+        except NaiadError as error:
+            reply_error(exchange, error, JSON)
 
-    def _region_input(self, scope: Scope) -> RegionInput | None:
+    def _decode(
+        self, exchange: Exchange, model: ServedModel, version: int, body: bytes | memoryview, json_size: int
+    ) -> tuple[InferRequest, OutputPlan]:
+        forwarded = self._forwarding(exchange.headers)
+        if json_size == 0:
+            return decode_raw_request(body, model.config, version, forwarded, self._max_input_size)
+        region = self._region_input(exchange)
+        return decode_request(body, json_size, model.name, version, region, forwarded, self._max_input_size)
+
+    def _submit(self, exchange: Exchange, model: ServedModel, request: InferRequest, plan: OutputPlan) -> None:
+        regions: dict[str, RegionOutput] = _NO_REGIONS
+        for spec in plan.outputs.values():
+            if spec.region is not None:
+                if regions is _NO_REGIONS:
+                    regions = {}
+                regions[spec.name] = self._region_output(
+                    exchange, spec.region, spec.region_offset, spec.region_byte_size
+                )
+        accepted = exchange.headers.get("accept-encoding")
+        encoding = None if accepted is None else choose(accepted)
+        call = self._engine.infer(request, _Reply(exchange, plan, model, regions, encoding, self._tasks))
+        if not exchange.is_answered:
+            exchange.on_disconnect = call.cancel
+
+    def _region_input(self, exchange: Exchange) -> RegionInput | None:
         regions = self._regions
         if regions is None or not len(regions):
             return _no_region
-        local = is_local_peer(scope.client)
+        local = is_local_peer(exchange.client)
         return lambda name, offset, byte_size: regions.input(name, offset, byte_size, local)
 
-    def _region_output(self, scope: Scope, name: str, offset: int, byte_size: int) -> RegionOutput:
+    def _region_output(self, exchange: Exchange, name: str, offset: int, byte_size: int) -> RegionOutput:
         if self._regions is None:
             _no_region(name, offset, byte_size)
         assert self._regions is not None
-        return self._regions.output(name, offset, byte_size, is_local_peer(scope.client)).write
+        return self._regions.output(name, offset, byte_size, is_local_peer(exchange.client)).write
+
+
+_NO_REGIONS: dict[str, RegionOutput] = {}
 
 
 def _no_region(name: str, offset: int, byte_size: int) -> bytes:

@@ -1,44 +1,18 @@
-"""Granian's RSGI server on the running event loop, behind a socket of our own.
-
-Owns the socket, so that an address in use is an error at start and SO_REUSEPORT is a choice. Knows nothing of routes.
-"""
+"""A listening socket and the connections it has accepted. On the event loop; knows nothing of routes."""
 
 import asyncio
 import socket
-from collections.abc import Awaitable, Callable
-from typing import Any, Self
-
-from granian._granian import SocketHolder
-from granian.constants import HTTPModes, Interfaces
-from granian.server.embed import Server
+import ssl
+from contextlib import suppress
+from typing import Self
 
 from naiad.errors import Unavailable
-
-Application = Callable[[Any, Any], Awaitable[None]]
+from naiad.frontends.http.connection import Application, Connection, Connections
 
 _BACKLOG = 1024
-#: Granian configures `logging` when it is made; an incremental configuration leaves the handlers of others alone.
-_NO_LOGGING = {"incremental": True, "handlers": {}, "loggers": {}}
-
-
-class _Server(Server):
-    def __init__(self, descriptor: int, application: Application) -> None:
-        super().__init__(
-            application,
-            interface=Interfaces.RSGI,
-            http=HTTPModes.http1,
-            websockets=False,
-            runtime_threads=1,
-            backlog=_BACKLOG,
-            log_enabled=False,
-            log_dictconfig=_NO_LOGGING,
-        )
-        self._descriptor = descriptor
-
-    def _init_shared_socket(self) -> None:
-        # Granian would bind with SO_REUSEPORT, which hides that the port is taken.
-        self._ssp: Any = None
-        self._shd: Any = SocketHolder(self._descriptor, False, _BACKLOG)  # type: ignore[call-arg]
+#: A client that owes a part of a request and makes no progress for so long is cut off.
+STALLED_S = 60.0
+_LOOK_S = 5.0
 
 
 class Listener:
@@ -57,6 +31,7 @@ class Listener:
         *,
         reuse_port: bool = False,
         grace_s: float = 30.0,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self._application = application
         self._what = what
@@ -64,28 +39,43 @@ class Listener:
         self._port = port
         self._reuse_port = reuse_port
         self._grace_s = grace_s
-        self._server: _Server | None = None
-        self._serving: asyncio.Task[None] | None = None
+        self._tls = tls
+        self._server: asyncio.Server | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self.connections = Connections()
         self.bound_port = 0
 
     async def __aenter__(self) -> Self:
         bound = self._bind()
         self.bound_port = bound.getsockname()[1]
-        # Granian closes the descriptor when it ends.
-        self._server = _Server(bound.detach(), self._application)
-        self._serving = asyncio.create_task(self._server.serve())
-        # One turn of the loop starts the workers; the socket has been listening before.
-        await asyncio.sleep(0)
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(
+            lambda: Connection(self._application, self.connections), sock=bound, backlog=_BACKLOG, ssl=self._tls
+        )
+        self._look()
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
         assert self._server is not None
-        assert self._serving is not None
-        self._server.stop()  # type: ignore[no-untyped-call]
-        try:
-            await asyncio.wait_for(asyncio.shield(self._serving), self._grace_s)
-        except TimeoutError:
-            self._serving.cancel()
+        self._server.close()
+        for connection in list(self.connections):
+            connection.finish()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._grace_s):
+                await self.connections.gone()
+        for connection in list(self.connections):
+            connection.abort()
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _look(self) -> None:
+        """Cuts off clients that have stalled in the middle of a request."""
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(_LOOK_S, self._look)
+        limit = loop.time() - STALLED_S
+        for connection in list(self.connections):
+            if 0 < connection.waiting_since < limit:
+                connection.abort()
 
     def _bind(self) -> socket.socket:
         try:

@@ -10,7 +10,8 @@ from typing import Any, Protocol
 
 from naiad.config.model_config import ModelConfig
 from naiad.errors import Internal, InvalidArgument, NotFound, Unsupported
-from naiad.frontends.http.replies import JSON, PLAIN, HttpProtocol, Scope, reply_json
+from naiad.frontends.http.connection import Exchange
+from naiad.frontends.http.replies import JSON, PLAIN, reply_json
 from naiad.messages import IndexEntry, ModelMetadata, ModelStatistics, ServerMetadata
 from naiad.protocol import documents
 from naiad.protocol.json_text import (
@@ -62,48 +63,48 @@ class Management:
 
     # --- health
 
-    async def live(self, scope: Scope, proto: HttpProtocol) -> None:
-        proto.response_empty(200 if self._engine.is_live() else 400, PLAIN)
+    async def live(self, exchange: Exchange) -> None:
+        exchange.response_empty(200 if self._engine.is_live() else 400, PLAIN)
 
-    async def ready(self, scope: Scope, proto: HttpProtocol) -> None:
-        proto.response_empty(200 if self._engine.is_ready() else 400, PLAIN)
+    async def ready(self, exchange: Exchange) -> None:
+        exchange.response_empty(200 if self._engine.is_ready() else 400, PLAIN)
 
-    async def model_ready(self, scope: Scope, proto: HttpProtocol, name: str, version: int) -> None:
+    async def model_ready(self, exchange: Exchange, name: str, version: int) -> None:
         try:
             ready = self._engine.model_ready(name, version)
         except NotFound:
             ready = False
         if ready:
-            proto.response_empty(200, PLAIN)
+            exchange.response_empty(200, PLAIN)
         else:
-            proto.response_bytes(400, PLAIN, error_document("Model version not ready"))
+            exchange.response_bytes(400, PLAIN, error_document("Model version not ready"))
 
     # --- metadata, configuration, statistics
 
-    async def server_metadata(self, scope: Scope, proto: HttpProtocol) -> None:
-        reply_json(proto, documents.server_metadata(self._engine.metadata()))
+    async def server_metadata(self, exchange: Exchange) -> None:
+        reply_json(exchange, documents.server_metadata(self._engine.metadata()))
 
-    async def model_metadata(self, scope: Scope, proto: HttpProtocol, name: str, version: int) -> None:
-        reply_json(proto, documents.model_metadata(self._engine.model_metadata(name, version)))
+    async def model_metadata(self, exchange: Exchange, name: str, version: int) -> None:
+        reply_json(exchange, documents.model_metadata(self._engine.model_metadata(name, version)))
 
-    async def model_config(self, scope: Scope, proto: HttpProtocol, name: str, version: int) -> None:
-        reply_json(proto, self._engine.model_config(name, version).json)
+    async def model_config(self, exchange: Exchange, name: str, version: int) -> None:
+        reply_json(exchange, self._engine.model_config(name, version).json)
 
-    async def statistics(self, scope: Scope, proto: HttpProtocol, name: str = "", version: int = -1) -> None:
-        reply_json(proto, documents.statistics(self._engine.statistics(name, version)))
+    async def statistics(self, exchange: Exchange, name: str = "", version: int = -1) -> None:
+        reply_json(exchange, documents.statistics(self._engine.statistics(name, version)))
 
     # --- repository
 
-    async def index(self, scope: Scope, proto: HttpProtocol) -> None:
+    async def index(self, exchange: Exchange) -> None:
         ready = False
-        document = await _document(proto)
+        document = _document(exchange)
         if "ready" in document:
             ready = boolean_member(document, "ready")
-        reply_json(proto, documents.index(await self._engine.index(ready)))
+        reply_json(exchange, documents.index(await self._engine.index(ready)))
 
-    async def load(self, scope: Scope, proto: HttpProtocol, name: str) -> None:
+    async def load(self, exchange: Exchange, name: str) -> None:
         parameters: dict[str, str | bytes] = {}
-        document = await _document(proto)
+        document = _document(exchange)
         if "parameters" in document:
             given = members(document["parameters"])
             for key in given:
@@ -114,28 +115,28 @@ class Management:
                 else:
                     raise Internal("unexpected error on creating Triton parameter")
         await self._engine.load(name, parameters)
-        proto.response_empty(200, JSON)
+        exchange.response_empty(200, JSON)
 
-    async def unload(self, scope: Scope, proto: HttpProtocol, name: str) -> None:
+    async def unload(self, exchange: Exchange, name: str) -> None:
         unload_dependents = False
-        document = await _document(proto)
+        document = _document(exchange)
         if "parameters" in document:
             given = members(document["parameters"])
             # Triton takes anything else for false.
             unload_dependents = given.get("unload_dependents") is True
         await self._engine.unload(name, unload_dependents)
-        proto.response_empty(200, JSON)
+        exchange.response_empty(200, JSON)
 
-    async def named_repository(self, scope: Scope, proto: HttpProtocol) -> None:
+    async def named_repository(self, exchange: Exchange) -> None:
         raise Unsupported("'repository_name' specification is not supported")
 
     # --- shared memory; an empty name is all regions
 
-    async def system_status(self, scope: Scope, proto: HttpProtocol, name: str) -> None:
-        reply_json(proto, documents.system_regions(self._region_registry().status_system(name)))
+    async def system_status(self, exchange: Exchange, name: str) -> None:
+        reply_json(exchange, documents.system_regions(self._region_registry().status_system(name)))
 
-    async def system_register(self, scope: Scope, proto: HttpProtocol, name: str) -> None:
-        document = parse(await proto())
+    async def system_register(self, exchange: Exchange, name: str) -> None:
+        document = parse(exchange.body)
         if type(document) is not dict or "key" not in document:
             raise InvalidArgument("Shared memory register request has no 'key' field")
         key = string_member(document, "key")
@@ -143,30 +144,30 @@ class Management:
         if "byte_size" not in document:
             raise InvalidArgument("Shared memory register request has no 'byte_size' field")
         byte_size = unsigned_member(document, "byte_size")
-        self._region_registry().register_system(name, key, offset, byte_size, is_local_peer(scope.client))
-        proto.response_empty(200, JSON)
+        self._region_registry().register_system(name, key, offset, byte_size, is_local_peer(exchange.client))
+        exchange.response_empty(200, JSON)
 
-    async def system_unregister(self, scope: Scope, proto: HttpProtocol, name: str) -> None:
+    async def system_unregister(self, exchange: Exchange, name: str) -> None:
         self._region_registry().unregister_system(name)
-        proto.response_empty(200, JSON)
+        exchange.response_empty(200, JSON)
 
-    async def cuda_status(self, scope: Scope, proto: HttpProtocol, name: str) -> None:
-        reply_json(proto, documents.cuda_regions(self._region_registry().status_cuda(name)))
+    async def cuda_status(self, exchange: Exchange, name: str) -> None:
+        reply_json(exchange, documents.cuda_regions(self._region_registry().status_cuda(name)))
 
-    async def cuda_register(self, scope: Scope, proto: HttpProtocol, name: str) -> None:
-        document = parse(await proto())
+    async def cuda_register(self, exchange: Exchange, name: str) -> None:
+        document = parse(exchange.body)
         if type(document) is not dict or "raw_handle" not in document:
             raise InvalidArgument("Shared memory register request has no 'raw_handle' field")
         text = string_member(document["raw_handle"], "b64")
         byte_size = unsigned_member(document, "byte_size")
         device_id = unsigned_member(document, "device_id")
         raw_handle = _from_base64(text, "'raw_handle' must be a valid base64 encoded cudaIpcMemHandle_t")
-        self._region_registry().register_cuda(name, raw_handle, device_id, byte_size, is_local_peer(scope.client))
-        proto.response_empty(200, JSON)
+        self._region_registry().register_cuda(name, raw_handle, device_id, byte_size, is_local_peer(exchange.client))
+        exchange.response_empty(200, JSON)
 
-    async def cuda_unregister(self, scope: Scope, proto: HttpProtocol, name: str) -> None:
+    async def cuda_unregister(self, exchange: Exchange, name: str) -> None:
         self._region_registry().unregister_cuda(name)
-        proto.response_empty(200, JSON)
+        exchange.response_empty(200, JSON)
 
     def _region_registry(self) -> Regions:
         if self._regions is None:
@@ -175,31 +176,31 @@ class Management:
 
     # --- settings
 
-    async def trace_setting(self, scope: Scope, proto: HttpProtocol, name: str | None = None) -> None:
+    async def trace_setting(self, exchange: Exchange, name: str | None = None) -> None:
         if name is not None:
             try:
                 self._engine.model(name)
             except NotFound as error:
                 raise InvalidArgument(f"Request for unknown model : {name}") from error
-        await _settings(self._trace_settings, "trace", name, scope, proto)
+        await _settings(self._trace_settings, "trace", name, exchange)
 
-    async def logging(self, scope: Scope, proto: HttpProtocol) -> None:
-        await _settings(self._log_settings, "logging", None, scope, proto)
+    async def logging(self, exchange: Exchange) -> None:
+        await _settings(self._log_settings, "logging", None, exchange)
 
 
-async def _settings(settings: Settings | None, what: str, model: str | None, scope: Scope, proto: HttpProtocol) -> None:
+async def _settings(settings: Settings | None, what: str, model: str | None, exchange: Exchange) -> None:
     if settings is None:
         raise Unsupported(f"this server has no {what} settings")
-    if scope.method == "POST":
-        document = parse(await proto())
-        reply_json(proto, dump(settings.update(model, document if type(document) is dict else {})))
+    if exchange.method == "POST":
+        document = parse(exchange.body)
+        reply_json(exchange, dump(settings.update(model, document if type(document) is dict else {})))
     else:
-        reply_json(proto, dump(settings.get(model)))
+        reply_json(exchange, dump(settings.get(model)))
 
 
-async def _document(proto: HttpProtocol) -> Mapping[str, Any]:
+def _document(exchange: Exchange) -> Mapping[str, Any]:
     """The object in the body; an empty body, and what is no object, is an empty one."""
-    body = await proto()
+    body = exchange.body
     if not body:
         return {}
     document = parse(body)

@@ -1,11 +1,13 @@
 """The metrics port: a listener of its own that renders the metrics on GET. On the event loop."""
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from typing import Self
 
+from naiad.frontends.http.connection import Exchange, Headers
 from naiad.frontends.http.listener import Listener
-from naiad.frontends.http.replies import PLAIN, Headers, HttpProtocol, Scope
+from naiad.frontends.http.replies import PLAIN
 from naiad.protocol.json_text import error_document
 
 logger = logging.getLogger(__name__)
@@ -26,7 +28,8 @@ class MetricsFrontend:
         reuse_port: bool = False,
     ) -> None:
         self._render = render
-        self._listener = Listener(self._answer, "metrics service", address, port, reuse_port=reuse_port, grace_s=1.0)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._listener = Listener(self, "metrics service", address, port, reuse_port=reuse_port, grace_s=1.0)
 
     @property
     def bound_port(self) -> int:
@@ -39,16 +42,22 @@ class MetricsFrontend:
     async def __aexit__(self, *exc_info: object) -> None:
         await self._listener.__aexit__(*exc_info)
 
-    async def _answer(self, scope: Scope, proto: HttpProtocol) -> None:
-        if scope.method != "GET":
-            proto.response_bytes(405, PLAIN, _METHOD_NOT_ALLOWED)
-        elif scope.path == "/metrics":
-            try:
-                text = await self._render()
-            except Exception as error:
-                logger.exception("cannot render the metrics")
-                proto.response_bytes(500, PLAIN, error_document(f"cannot render the metrics: {error!r}"))
-            else:
-                proto.response_bytes(200, _HEADERS, text)
+    def accept(self, exchange: Exchange) -> None:
+        if exchange.method != "GET":
+            exchange.response_bytes(405, PLAIN, _METHOD_NOT_ALLOWED)
+        elif exchange.path != "/metrics":
+            exchange.response_empty(200, _HEADERS)
+
+    def handle(self, exchange: Exchange) -> None:
+        task = asyncio.get_running_loop().create_task(self._answer(exchange))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _answer(self, exchange: Exchange) -> None:
+        try:
+            text = await self._render()
+        except Exception as error:
+            logger.exception("cannot render the metrics")
+            exchange.response_bytes(500, PLAIN, error_document(f"cannot render the metrics: {error!r}"))
         else:
-            proto.response_empty(200, _HEADERS)
+            exchange.response_bytes(200, _HEADERS, text)

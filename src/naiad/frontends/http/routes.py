@@ -1,43 +1,38 @@
 """The routes: from a path to a handler and its arguments. Pure, but for a cache of paths seen.
 
-Triton compares paths raw and in full: no trailing slash, no percent-decoding. Granian hands them out decoded, so what
-cannot stand in a path as it is is encoded again before a name is taken from it.
+Triton compares paths raw and in full: no trailing slash, no percent-decoding.
 """
 
 import re
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, NamedTuple
-from urllib.parse import quote
 
 from naiad.errors import InvalidArgument
+from naiad.frontends.http.connection import Exchange, Headers
 from naiad.frontends.http.generate import Generation
 from naiad.frontends.http.inference import Inference
 from naiad.frontends.http.management import Management
-from naiad.frontends.http.replies import JSON, PLAIN, Headers, HttpProtocol, Scope
+from naiad.frontends.http.replies import JSON, PLAIN
 from naiad.options import Restriction
 
-Handler = Callable[..., Awaitable[None]]
+#: Answers an exchange: before it returns, or in the coroutine it returns.
+Handler = Callable[..., Coroutine[Any, Any, None] | None]
 
 _GET = frozenset(("GET",))
 _POST = frozenset(("POST",))
 _BOTH = _GET | _POST
 _LARGEST_VERSION = 2**63 - 1
 _CACHED = 4096
-#: What may stand in the path of a URI without an escape.
-_SAFE = "/!$&'()*+,;=:@-._~"
 
 _MODEL = re.compile(
     r"/v2/models/([^/]+)(?:/versions/([0-9]+))?(?:/(infer|generate|generate_stream|ready|stats|config|trace/setting))?"
 )
 _REPOSITORY = re.compile(r"/v2/repository(?:/([^/]+))?/(?:(index)|models/([^/]+)/(load|unload))")
 _REGION = re.compile(r"/v2/(system|cuda)sharedmemory(?:/region/([^/]+))?/(status|register|unregister)")
-#: A name with an encoded slash comes decoded too. No other path has these forms, so they can be told apart.
-_SLASH_IN_MODEL = re.compile(r"/v2/models/([^/]+)/((?!versions\b)[^/]+)(/infer|/config|/stats|/ready|)")
-_SLASH_IN_REGION = re.compile(r"(/v2/(?:system|cuda)sharedmemory/region/[^/]+)/([^/]+/(?:status|register|unregister))")
 
 
 class Route(NamedTuple):
-    """A handler, what it is called with after scope and connection, and what the way to it depends on.
+    """A handler, what it is called with after the exchange, and what the way to it depends on.
 
     `restriction` names the header and its value without which the route is closed.
     """
@@ -90,11 +85,10 @@ class Routes:
         self._cache: dict[str, Route] = dict(self._fixed)
 
     def find(self, path: str) -> Route | None:
-        """The route of a percent-decoded path, None where there is none."""
+        """The route of a raw path, None where there is none."""
         route = self._cache.get(path)
         if route is None:
-            raw = quote(path, safe=_SAFE)
-            route = self._match(raw) or self._match(_with_encoded_slash(raw))
+            route = self._match(path)
             if route is not None:
                 if len(self._cache) >= _CACHED:
                     self._cache = dict(self._fixed)
@@ -133,13 +127,7 @@ class Routes:
         return Route(handler, arguments, methods, error_headers, self._restrictions.get(category))
 
 
-def _with_encoded_slash(path: str) -> str:
-    path = _SLASH_IN_REGION.sub(r"\1%2F\2", path)
-    match = _SLASH_IN_MODEL.fullmatch(path)
-    return f"/v2/models/{match[1]}%2F{match[2]}{match[3]}" if match else path
-
-
-async def _refuse_version(scope: Scope, proto: HttpProtocol, text: str) -> None:
+def _refuse_version(exchange: Exchange, text: str) -> None:
     raise InvalidArgument(
         f"failed to get model version from specified version string '{text}' (details: stol), version should be an "
         "integral value > 0"

@@ -1,0 +1,526 @@
+"""One HTTP/1.1 connection on the event loop: bytes in, requests out, replies back in order.
+
+httptools (llhttp) reads the heads; bodies of known length are received straight into their final place, so that a
+tensor is copied once on its way in. There is no thread to hand over to and no task per request: an application that
+can answer at once does so before the call returns. Knows nothing of routes.
+
+    application.accept(request) -> None        the head is there; it may already reply, which refuses the body
+    application.handle(request) -> None        head and body are there; it replies, now or later, through the request
+"""
+
+import asyncio
+import enum
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import Any, Protocol
+
+import httptools
+import numpy as np
+
+from naiad.protocol.json_text import error_document
+
+#: What one read of the socket may bring; shared by all connections, since a read is used up before the next.
+_SCRATCH_SIZE = 256 * 1024
+_scratch = memoryview(bytearray(_SCRATCH_SIZE))
+#: The head of a request may not be larger.
+MAX_HEAD = 64 * 1024
+#: Bodies from this size on are received in place.
+_IN_PLACE = 32 * 1024
+#: No body may be larger: gRPC's limit, and some room for JSON.
+MAX_BODY = 4 << 30
+#: A refused body that is no larger than this is read and dropped, so that the connection can go on.
+_MAX_DROPPED = 1 << 20
+MAX_CHUNKS = 65536
+#: Bodies larger than this get their memory as they come.
+_AT_ONCE = 64 << 20
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+Headers = list[tuple[str, str]]
+
+
+class ConnectionClosed(Exception):
+    """The client has left while something was read from or written to it."""
+
+
+class RequestHeaders:
+    """The headers of a request. Names are looked up in lower case; `items` has them as they were sent."""
+
+    __slots__ = ("_pairs", "_values")
+
+    def __init__(self) -> None:
+        self._values: dict[bytes, bytes] = {}
+        self._pairs: list[tuple[bytes, bytes]] = []
+
+    def add(self, name: bytes, value: bytes) -> None:
+        self._values[name.lower()] = value
+        self._pairs.append((name, value))
+
+    def get(self, key: str, default: str | None = None) -> str | None:
+        value = self._values.get(key.encode())
+        return default if value is None else value.decode("latin-1")
+
+    def items(self) -> list[tuple[str, str]]:
+        return [(name.decode("latin-1"), value.decode("latin-1")) for name, value in self._pairs]
+
+
+class Stream:
+    """A reply that is sent in chunks, as they come."""
+
+    __slots__ = ("_connection",)
+
+    def __init__(self, connection: "Connection") -> None:
+        self._connection = connection
+
+    async def send_bytes(self, data: bytes) -> None:
+        """Raises ConnectionClosed when the client has left; waits while it reads slowly."""
+        if data:
+            self._connection.write(b"%x\r\n%b\r\n" % (len(data), data))
+        await self._connection.drained()
+
+
+class Exchange:
+    """A request and its reply. Exactly one `response_...` is due.
+
+    `path` is raw, without the query. `on_disconnect` is called if the client leaves before it has been answered.
+    """
+
+    __slots__ = (
+        "_connection",
+        "body",
+        "headers",
+        "is_answered",
+        "is_http_1_0",
+        "is_streaming",
+        "keep_alive",
+        "method",
+        "on_disconnect",
+        "path",
+    )
+
+    def __init__(self, connection: "Connection", method: str, path: str, headers: RequestHeaders, keep_alive: bool):
+        self._connection = connection
+        self.method = method
+        self.path = path
+        self.headers = headers
+        self.keep_alive = keep_alive
+        self.body: bytes | memoryview = b""
+        self.is_http_1_0 = False
+        self.is_answered = False
+        self.is_streaming = False
+        self.on_disconnect: Callable[[], None] | None = None
+
+    @property
+    def connection_header(self) -> bytes:
+        """What has to be said about the connection: that it ends, or to an old client that it goes on."""
+        if not self.keep_alive:
+            return b"connection: close\r\n"
+        return b"connection: keep-alive\r\n" if self.is_http_1_0 else b""
+
+    @property
+    def client(self) -> str:
+        """The peer's address and port, or "unix:"."""
+        return self._connection.client
+
+    def response_empty(self, status: int, headers: Headers) -> None:
+        self.response_bytes(status, headers, b"")
+
+    def response_bytes(self, status: int, headers: Headers, body: bytes) -> None:
+        self._begin()
+        self.on_disconnect = None
+        connection = self._connection
+        end = b"content-length: %d\r\n\r\n" % len(body)
+        if self.connection_header:
+            end = self.connection_header + end
+        if self.method == "HEAD":
+            body = b""
+        head = _head(status, headers) + end
+        if len(body) <= _IN_PLACE:
+            connection.write(head + body)
+        else:
+            connection.write(head)
+            connection.write(body)
+        connection.answered(self)
+
+    def response_stream(self, status: int, headers: Headers) -> Stream:
+        """Begins a reply in chunks; `end_stream` is due after the last one."""
+        self._begin()
+        end = b"transfer-encoding: chunked\r\n\r\n"
+        if self.connection_header:
+            end = self.connection_header + end
+        self._connection.write(_head(status, headers) + end)
+        self.is_streaming = True
+        return Stream(self._connection)
+
+    def end_stream(self) -> None:
+        self.is_streaming = False
+        self.on_disconnect = None
+        self._connection.write(b"0\r\n\r\n")
+        self._connection.answered(self)
+
+    def _begin(self) -> None:
+        assert not self.is_answered, "this is a bug: a request is answered twice"
+        self.is_answered = True
+
+
+class Application(Protocol):
+    def accept(self, request: Exchange) -> None:
+        """The head is there. Replying here refuses the request before its body is read."""
+
+    def handle(self, request: Exchange) -> None:
+        """The body is there too. Must not raise; replies now or later."""
+
+
+_heads: dict[tuple[int, tuple[tuple[str, str], ...]], bytes] = {}
+
+
+def _head(status: int, headers: Headers) -> bytes:
+    """Status line and headers. Most replies have one of a few heads; those are made once."""
+    key = (status, tuple(headers))
+    head = _heads.get(key)
+    if head is None:
+        try:
+            reason = HTTPStatus(status).phrase
+        except ValueError:
+            reason = ""
+        lines = "".join(f"{name}: {value}\r\n" for name, value in headers)
+        head = f"HTTP/1.1 {status} {reason}\r\n{lines}".encode("latin-1")
+        if len(_heads) < 1024:
+            _heads[key] = head
+    return head
+
+
+class _State(enum.Enum):
+    #: The head of a request is to come, or the rest of it.
+    HEAD = enum.auto()
+    #: The application looks at a head.
+    ACCEPTING = enum.auto()
+    #: The body is to come: of known length, in chunks, or to be dropped.
+    BODY = enum.auto()
+    CHUNKS = enum.auto()
+    DROPPING = enum.auto()
+    #: The application has the request.
+    HANDLING = enum.auto()
+    #: Nothing that comes is of interest any more.
+    CLOSED = enum.auto()
+
+
+class Connections(set["Connection"]):
+    """The open connections of a listener."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._changed = asyncio.Event()
+
+    def lost(self, connection: "Connection") -> None:
+        self.discard(connection)
+        self._changed.set()
+
+    async def gone(self) -> None:
+        """Returns when there are none."""
+        while self:
+            self._changed.clear()
+            await self._changed.wait()
+
+
+class Connection(asyncio.BufferedProtocol):
+    """One of the `connections` of a listener."""
+
+    def __init__(self, application: Application, connections: Connections) -> None:
+        self._application = application
+        self._connections = connections
+        self._transport: Any = None
+        self._client: str | None = None
+        self._state = _State.HEAD
+        #: What has come of a head that is not complete.
+        self._head = b""
+        self._headers = RequestHeaders()
+        self._url = b""
+        self._parser: Any = None
+        #: The request whose body is being received or which is being handled.
+        self._request: Exchange | None = None
+        #: A body of known length, where it goes and how much of it is there; bytes to drop of a refused one.
+        self._body: memoryview | None = None
+        self._expected = 0
+        self._received = 0
+        #: A body in chunks.
+        self._parts: list[bytes] = []
+        self._size = 0
+        self._chunks = 0
+        self._is_complete = False
+        #: What the client has sent of its next requests.
+        self._rest = b""
+        self._paused = False
+        self._drain: asyncio.Future[None] | None = None
+        self._closing = False
+        #: Loop time of the last progress of a request that is not complete; 0 where none is owed.
+        self.waiting_since = 0.0
+
+    def __repr__(self) -> str:
+        return f"<Connection {self._state.name.lower()} {self._request.path if self._request else ''}>"
+
+    # ---------------------------------------------------------------- the transport
+
+    @property
+    def client(self) -> str:
+        if self._client is None:
+            peer = self._transport.get_extra_info("peername") if self._transport is not None else None
+            self._client = f"{peer[0]}:{peer[1]}" if isinstance(peer, tuple) else "unix:"
+        return self._client
+
+    def connection_made(self, transport: Any) -> None:
+        self._transport = transport
+        self._connections.add(self)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._connections.lost(self)
+        self._transport = None
+        self._state = _State.CLOSED
+        request, self._request = self._request, None
+        if self._drain is not None and not self._drain.done():
+            self._drain.set_exception(ConnectionClosed())
+            self._drain.exception()  # nobody may be waiting for it
+        if request is not None and request.on_disconnect is not None:
+            leave, request.on_disconnect = request.on_disconnect, None
+            leave()
+
+    def pause_writing(self) -> None:
+        self._drain = asyncio.get_running_loop().create_future()
+
+    def resume_writing(self) -> None:
+        if self._drain is not None and not self._drain.done():
+            self._drain.set_result(None)
+        self._drain = None
+
+    async def drained(self) -> None:
+        if self._transport is None:
+            raise ConnectionClosed
+        if self._drain is not None:
+            await self._drain
+
+    def write(self, data: bytes) -> None:
+        """Sends; what a client that has left would have got is dropped."""
+        if self._transport is not None:
+            self._transport.write(data)
+
+    def finish(self) -> None:
+        """Closes when the request under way has been answered, at once if there is none."""
+        self._closing = True
+        if self._request is not None:
+            self._request.keep_alive = False
+        elif self._transport is not None:
+            self._transport.close()
+
+    def abort(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+    # ---------------------------------------------------------------- receiving
+
+    def get_buffer(self, size_hint: int) -> memoryview:
+        return _scratch if self._body is None else self._body[self._received :]
+
+    def buffer_updated(self, count: int) -> None:
+        body = self._body
+        if body is None:
+            self._receive(bytes(_scratch[:count]))
+            return
+        self._received += count
+        if self._received == self._expected:
+            self._body = None
+            self._handle(body.toreadonly(), b"")
+            return
+        self._progress()
+        if self._received == len(body):
+            larger = np.empty(min(self._expected, 2 * len(body)), np.uint8).data
+            larger[: len(body)] = body
+            self._body = larger
+
+    def _receive(self, data: bytes) -> None:
+        state = self._state
+        if state is _State.HEAD:
+            self._receive_head(self._head + data if self._head else data)
+        elif state is _State.HANDLING:
+            # A pipelined request: it waits for its turn, and its sender for us once it has sent much.
+            self._rest += data
+            if len(self._rest) > MAX_HEAD and not self._paused:
+                self._paused = True
+                self._transport.pause_reading()
+        elif state is _State.CHUNKS:
+            self._receive_chunks(data)
+        elif state is _State.DROPPING:
+            self._drop(data)
+
+    def _receive_head(self, data: bytes) -> None:
+        end = data.find(b"\r\n\r\n")
+        if end > MAX_HEAD or (end < 0 and len(data) > MAX_HEAD):
+            self._refuse(431, f"the head of a request may not be larger than {MAX_HEAD} bytes")
+        elif end < 0:
+            self._head = data
+            self._progress()
+        else:
+            self._head = b""
+            self._begin(data, end + 4)
+
+    def _begin(self, data: bytes, end: int) -> None:
+        """The head of a request ends at `end` of `data`."""
+        headers = self._headers = RequestHeaders()
+        self._url = b""
+        parser = self._parser = httptools.HttpRequestParser(self)
+        try:
+            parser.feed_data(data[:end])
+        except httptools.HttpParserUpgrade:
+            pass  # an offer that is not taken up: the request is answered as it is
+        except httptools.HttpParserError as error:
+            self._refuse(400, f"malformed HTTP request: {error}")
+            return
+        keep_alive = parser.should_keep_alive() and not self._closing
+        request = Exchange(self, parser.get_method().decode("latin-1"), _path(self._url), headers, keep_alive)
+        request.is_http_1_0 = parser.get_http_version() == "1.0"
+        self._request = request
+        length = headers.get("content-length")
+        self._expected = expected = int(length) if length else 0
+        self._state = _State.ACCEPTING
+        self._application.accept(request)
+        is_chunked = headers.get("transfer-encoding") is not None
+        body_and_rest = data[end:]
+        if request.is_answered:
+            self._after_refusal(request, body_and_rest, is_chunked)
+        elif expected > MAX_BODY:
+            self._refuse(413, f"a body of {expected} bytes is more than the {MAX_BODY} that are accepted")
+        elif is_chunked:
+            self._state = _State.CHUNKS
+            self._parts = []
+            self._size = self._chunks = 0
+            self._is_complete = False
+            self._invite(headers, body_and_rest)
+            self._receive_chunks(body_and_rest)
+        elif len(body_and_rest) >= expected:
+            self._handle(body_and_rest[:expected], body_and_rest[expected:])
+        else:
+            self._state = _State.BODY
+            self._body = np.empty(min(expected, max(_AT_ONCE, len(body_and_rest))), np.uint8).data
+            self._body[: len(body_and_rest)] = body_and_rest
+            self._received = len(body_and_rest)
+            self._invite(headers, body_and_rest)
+            self._progress()
+
+    def _invite(self, headers: RequestHeaders, received: bytes) -> None:
+        expect = headers.get("expect")
+        if expect is not None and expect.lower() == "100-continue" and not received:
+            self.write(_CONTINUE)
+
+    def _receive_chunks(self, data: bytes) -> None:
+        self._progress()
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            self._refuse(400, f"malformed HTTP request: {error}")
+            return
+        if self._size > MAX_BODY:
+            self._refuse(413, f"a body of more than {MAX_BODY} bytes is not accepted")
+        elif self._chunks > MAX_CHUNKS:
+            self._refuse(400, f"a body of more than {MAX_CHUNKS} chunks is not accepted")
+        elif self._is_complete:
+            parts, self._parts = self._parts, []
+            self._handle(b"".join(parts), b"")
+
+    def _handle(self, body: bytes | memoryview, rest: bytes) -> None:
+        request = self._request
+        assert request is not None, "this is a bug: a body without a request"
+        self.waiting_since = 0.0
+        self._rest = rest
+        request.body = body
+        self._state = _State.HANDLING
+        self._application.handle(request)
+
+    def answered(self, request: Exchange) -> None:
+        """The reply to `request` is complete."""
+        if self._state is _State.HANDLING and request is self._request:
+            self._next(request)
+
+    def _next(self, request: Exchange) -> None:
+        self._request = None
+        self._state = _State.HEAD
+        if not request.keep_alive or self._closing:
+            self._state = _State.CLOSED
+            self._transport.close()
+            return
+        if self._paused:
+            self._paused = False
+            self._transport.resume_reading()
+        if self._rest:
+            # In a turn of its own: the application that has just answered has not returned yet.
+            asyncio.get_running_loop().call_soon(self._go_on)
+
+    def _go_on(self) -> None:
+        if self._state is _State.HEAD and self._rest:
+            rest, self._rest = self._rest, b""
+            self._receive(rest)
+
+    def _after_refusal(self, request: Exchange, received: bytes, is_chunked: bool) -> None:
+        """The request was answered before its body was read: a small body is dropped, for another one we hang up."""
+        if is_chunked or self._expected > _MAX_DROPPED:
+            request.keep_alive = False
+            self._next(request)
+            return
+        self._received = 0
+        self._state = _State.DROPPING
+        self._drop(received)
+
+    def _drop(self, data: bytes) -> None:
+        missing = self._expected - self._received
+        self._received += len(data)
+        if len(data) < missing:
+            self._progress()
+            return
+        self.waiting_since = 0.0
+        assert self._request is not None
+        self._rest = data[missing:]
+        self._next(self._request)
+
+    def _refuse(self, status: int, text: str) -> None:
+        """Answers what is no request and hangs up: where the next one begins is not known."""
+        body = error_document(text)
+        head = _head(status, [("content-type", "application/json"), ("connection", "close")])
+        self.write(head + b"content-length: %d\r\n\r\n" % len(body) + body)
+        self._state = _State.CLOSED
+        self._request = None
+        self.waiting_since = 0.0
+        if self._transport is not None:
+            self._transport.close()
+
+    def _progress(self) -> None:
+        self.waiting_since = asyncio.get_running_loop().time()
+
+    # ---------------------------------------------------------------- called by the parser
+
+    def on_url(self, url: bytes) -> None:
+        self._url += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._headers.add(name, value)
+
+    def on_message_begin(self) -> None:
+        # Another request behind a chunked one, in the same read: it is not taken up, the client asks again.
+        if self._is_complete and self._state is _State.CHUNKS and self._request is not None:
+            self._request.keep_alive = False
+
+    def on_body(self, body: bytes) -> None:
+        if not self._is_complete:
+            self._parts.append(body)
+            self._size += len(body)
+
+    def on_chunk_header(self) -> None:
+        self._chunks += 1
+
+    def on_message_complete(self) -> None:
+        # Bodies of known length do not pass through the parser.
+        self._is_complete = self._state is _State.CHUNKS
+
+
+def _path(url: bytes) -> str:
+    """The raw path of a request target, without query; of the form that proxies get, too."""
+    text = url.partition(b"?")[0].decode("latin-1")
+    if not text.startswith("/") and "://" in text:
+        text = "/" + text.partition("://")[2].partition("/")[2]
+    return text
