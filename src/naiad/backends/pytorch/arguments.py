@@ -152,7 +152,9 @@ class Forward:
     def _argument(self, place: int | str) -> Argument:
         if isinstance(place, str):
             return next((it for it in self.arguments if it.name == place), Argument(place))
-        return self.arguments[place] if place < len(self.arguments) else Argument(f"argument {place}")
+        if place < len(self.arguments) and not self.arguments[place].keyword_only:
+            return self.arguments[place]
+        return Argument(f"argument {place}")
 
     def _places(self, model: str, inputs: list[Configured], warn: Callable[[str], None]) -> list[int | str]:
         """The position, or the name of an argument that has no position, of each input."""
@@ -168,6 +170,11 @@ class Forward:
                 raise InvalidArgument(
                     f"unable to load model '{model}': two of the inputs {', '.join(it.name for it in inputs)} have the"
                     " same index"
+                )
+            if self.variadic and set(indices) != set(range(len(indices))):
+                raise InvalidArgument(
+                    f"unable to load model '{model}': the inputs {', '.join(it.name for it in inputs)} do not count from 0,"
+                    " and *args has no gaps"
                 )
             if not self.variadic and (beyond := [it for it in indices if it is not None and it >= len(positions)]):
                 raise InvalidArgument(
@@ -195,8 +202,8 @@ class Forward:
         return [self._positioned(at) for at in range(len(inputs))]
 
     def _positioned(self, at: int) -> int | str:
-        """The argument `at`, counting those without a position."""
-        if at < len(self.arguments) and self.arguments[at].keyword_only:
+        """The argument `at`, counting those without a position unless there is `*args`."""
+        if not self.variadic and at < len(self.arguments) and self.arguments[at].keyword_only:
             return self.arguments[at].name
         return at
 
