@@ -677,7 +677,6 @@ class ServerOptions:
         "Whether instances wait for the resources their configuration names (execution_count) or not (off).",
         parse=_choice("--rate-limit", "off", "execution_count"),
         metavar="off|execution_count",
-        available=False,
     )
     rate_limit_resource: tuple[RateLimitResource, ...] = _rate(
         "--rate-limit-resource",
@@ -686,7 +685,6 @@ class ServerOptions:
         parse=_rate_limit_resource,
         metavar="name:count[:device]",
         repeatable=True,
-        available=False,
     )
 
     def __post_init__(self) -> None:

@@ -30,6 +30,7 @@ from naiad.options import ServerOptions
 from naiad.protocol.regions import Regions
 from naiad.repository.watcher import changes
 from naiad.scheduling.cache import LocalStore, Store, families, store_of
+from naiad.scheduling.rate_limit import RateLimiter
 from naiad.scheduling.scheduler import Call
 from naiad.telemetry.log import Log, bridge
 from naiad.telemetry.metrics import Metrics, MetricsSettings, ModelSeries
@@ -182,6 +183,7 @@ class Server:
             infer=infer,
             lookup=lookup,
             store=store,
+            limiter=RateLimiter(options.rate_limit_resource) if options.rate_limit == "execution_count" else None,
         )
         return ModelManager(
             sources=sources,

@@ -47,10 +47,12 @@ class Instance(Protocol):
     when its process dies. Thread, process and Ray actor are classes with this face."""
 
     name: str
-    #: How often all that model code knew was lost since the instance was made, with its process.
-    losses: int
     #: Called, on the loop, whenever `is_available` may have turned true or the instance was given up for good.
     on_change: Callable[[], None]
+
+    @property
+    def losses(self) -> int:
+        """How often all that model code knew was lost since the instance was made, with its process."""
 
     @property
     def is_available(self) -> bool:

@@ -21,6 +21,7 @@ from naiad.scheduling.cache import CachingScheduler, Store
 from naiad.scheduling.dynamic import DynamicScheduler
 from naiad.scheduling.ensemble import EnsembleScheduler, Infer, members_of
 from naiad.scheduling.queue import RequestQueue
+from naiad.scheduling.rate_limit import NoLimiter, Placed, RateLimiter
 from naiad.scheduling.scheduler import Scheduler
 from naiad.scheduling.sequence import SequenceScheduler
 from naiad.scheduling.states import read_initial_states
@@ -41,6 +42,7 @@ class ModelLoader:
         infer: Infer,
         lookup: Callable[[str, int], Model],
         store: Store | None = None,
+        limiter: NoLimiter | RateLimiter | None = None,
     ) -> None:
         self._hosts = hosts
         self._log = log
@@ -50,6 +52,7 @@ class ModelLoader:
         self._infer = infer
         self._lookup = lookup
         self._store = store
+        self._limiter = limiter or NoLimiter()
 
     async def load(self, source: Source, version: int) -> Model:
         """Loads one version. Raises NaiadError; then nothing of it is left."""
@@ -84,12 +87,20 @@ class ModelLoader:
         proposal = await hosted.complete(prepare(draft)) if self._auto_complete else None
         config = finish(draft, proposal)
         labels = await asyncio.to_thread(read_labels, draft.directory, config)
-        instances = await hosted.load(config.as_dict(), instances_of(config))
-        statistics = ModelStatistics(config.name, str(version), infer=self._infer_statistics())
-        await warm_up(config, version, Path(draft.directory), instances)
-        scheduler = await self._scheduler(draft, config, instances, statistics)
+        placed = placed_instances(config)
+        claims = self._limiter.admit(placed)
+        try:
+            instances = await hosted.load(config.as_dict(), [context for _, context in placed])
+            statistics = ModelStatistics(config.name, str(version), infer=self._infer_statistics())
+            await warm_up(config, version, Path(draft.directory), instances)
+            instances = self._limiter.limited(instances, claims)
+            scheduler = await self._scheduler(draft, config, instances, statistics)
+        except BaseException:
+            self._limiter.leave(claims)
+            raise
         cached = self._cached(scheduler, config, version, statistics)
-        return Model(config, version, cached, instances, statistics, labels, hosted, time.monotonic() - start)
+        closable = self._limiter.hosted(hosted, claims)
+        return Model(config, version, cached, instances, statistics, labels, closable, time.monotonic() - start)
 
     def _cached(
         self, scheduler: Scheduler, config: ModelConfig, version: int, statistics: ModelStatistics
@@ -157,10 +168,10 @@ def queue_for(config: ModelConfig) -> RequestQueue:
     )
 
 
-def instances_of(config: ModelConfig) -> list[InstanceContext]:
+def placed_instances(config: ModelConfig) -> list[Placed]:
     """The instances that the instance groups ask for, named as Triton names them (reference R2-66): `count` of each
     group, on each GPU it lists; passive ones take no requests and are not loaded."""
-    instances: list[InstanceContext] = []
+    placed: list[Placed] = []
     for group in config.instance_groups:
         if group.passive:
             continue
@@ -169,5 +180,6 @@ def instances_of(config: ModelConfig) -> list[InstanceContext]:
                 name = f"{group.name}_{number}"
                 if len(group.gpus) > 1:
                     name += f"_gpu{device}"
-                instances.append(InstanceContext(name, group.kind, device if group.kind == "KIND_GPU" else 0))
-    return instances
+                device_id = device if group.kind == "KIND_GPU" else 0
+                placed.append((group, InstanceContext(name, group.kind, device_id)))
+    return placed
