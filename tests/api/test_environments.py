@@ -37,6 +37,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, other: Path) -> Iterator[Se
     with Server(
         repository, flags=(f"--backend-config=python,other={other}", "--model-control-mode=explicit")
     ) as server:
+        server.repository = repository  # type: ignore[attr-defined]
         yield server.started()
 
 
@@ -50,6 +51,14 @@ def test_a_model_runs_in_the_environment_it_names_beside_others(server: Server, 
 def test_an_environment_that_is_not_there_is_the_models_error(server: Server) -> None:
     assert "'missing'" in (text := error_of(server.http.load, "missing"))
     assert "Python environment 'nowhere'" in text
+
+
+def test_an_environment_without_naiad_is_named(server: Server, tmp_path: Path) -> None:
+    venv.create(tmp_path / "empty")
+    config = f'parameters [ {{ key: "NAIAD_ENVIRONMENT" value {{ string_value: "{tmp_path / "empty"}" }} }} ]'
+    server.repository.doer("empty", config=config)  # type: ignore[attr-defined]
+    text = error_of(server.http.load, "empty")
+    assert f"{tmp_path / 'empty'}/bin/python, in which naiad must be installed" in text
 
 
 def test_a_setting_moves_a_whole_backend(tmp_path: Path, other: Path) -> None:

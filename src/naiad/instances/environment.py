@@ -97,6 +97,7 @@ class _Zygote:
         self.ended: asyncio.Future[None] = loop.create_future()
         self._loop = loop
         self._backend = backend
+        self._interpreter = interpreter
         mine, theirs = socket.socketpair()
         environment = dict(os.environ)
         environment[SAVED_OPENBLAS] = environment.get("OPENBLAS_NUM_THREADS", "")
@@ -174,6 +175,11 @@ class _Zygote:
     def _fail(self, reason: str) -> None:
         error = Unavailable(f"the process that imports backend '{self._backend}' {reason}")
         if not self.hello.done():
+            if self._interpreter != sys.executable:
+                error = Unavailable(
+                    f"{error.message}; its Python environment is that of {self._interpreter}, in which naiad must be"
+                    " installed"
+                )
             self.hello.set_exception(error)
             self.hello.exception()
         for forked, control in self.forks.values():
