@@ -96,6 +96,9 @@ class Engine:
             call = Call(request, 1, None, sink, model, model.scheduler)
             call.fail(InvalidArgument(error.message), "BACKEND")
             return call
+        trace = request.trace
+        if trace is not None:
+            sink = trace.begin(request, model.version, sink)
         model.lease()
         call = Call(request, rows, signature, sink, model, model.scheduler)
         try:
@@ -106,6 +109,8 @@ class Engine:
             statistics.infer.fail.add(time.monotonic_ns() - call.queued_ns)
             call.ended = True
             model.release()
+            if trace is not None:
+                trace.end()
             raise
         return call
 

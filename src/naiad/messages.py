@@ -36,11 +36,37 @@ class SequenceControl(msgspec.Struct, frozen=True):
     end: bool = False
 
 
+class RequestTrace(Protocol):
+    """What the way of a request through the server tells the trace that follows it; see `telemetry.trace`.
+
+    `id` is how model code names it, `context` OpenTelemetry's, as JSON. Times are ns of CLOCK_MONOTONIC.
+    """
+
+    id: int
+    context: str | None
+
+    def child(self) -> "RequestTrace":
+        """For a request that this one causes."""
+
+    def begin(self, request: "InferRequest", version: int, sink: "ResponseSink") -> "ResponseSink":
+        """The engine takes the request. Returns the sink that its results have to go through."""
+
+    def end(self) -> None:
+        """The request was refused after all: no result will come."""
+
+    def executing(self) -> None:
+        """An instance has the request."""
+
+    def computed(self, start_ns: int, input_end_ns: int, output_start_ns: int, end_ns: int) -> None:
+        """That execution has ended."""
+
+
 class InferRequest(msgspec.Struct, frozen=True):
     """A request for one model.
 
     `model_version` -1 is the newest that is ready. `outputs` are the names asked for, empty for all.
-    `timeout_us` and `priority` 0 are "as configured". `parameters` are the free ones only.
+    `timeout_us` and `priority` 0 are "as configured". `parameters` are the free ones only. `trace` is None
+    where the request is not followed, as nearly always.
     """
 
     model_name: str
@@ -52,6 +78,7 @@ class InferRequest(msgspec.Struct, frozen=True):
     sequence: SequenceControl | None = None
     priority: int = 0
     timeout_us: int = 0
+    trace: RequestTrace | None = None
 
     @property
     def label(self) -> str:

@@ -38,6 +38,7 @@ from naiad.errors import InvalidArgument, NaiadError, NotFound
 from naiad.messages import InferRequest, Result, SequenceControl, Tensor
 from naiad.scheduling.scheduler import Call
 from naiad.telemetry.custom_metrics import CustomMetrics
+from naiad.telemetry.trace import Trace, TraceSettings
 
 _FIRST, _LAST = 1, 2
 
@@ -45,9 +46,10 @@ _FIRST, _LAST = 1, 2
 class ModelCalls:
     """Answers `Services.call` of all hosts. `caller` tells hosts apart, so that what one holds goes with it."""
 
-    def __init__(self, engine: Engine, metrics: CustomMetrics) -> None:
+    def __init__(self, engine: Engine, metrics: CustomMetrics, traces: TraceSettings | None = None) -> None:
         self._engine = engine
         self._metrics = metrics
+        self._traces = traces
         self._calls: dict[Hashable, set[Call]] = {}
         self._streams: dict[tuple[Hashable, int], _Stream] = {}
         self._last_stream = 0
@@ -85,7 +87,8 @@ class ModelCalls:
         if model.config.decoupled and not asked.decoupled:
             raise InvalidArgument(needs_decoupled(asked.model_name))
         stream = _Stream()
-        call = self._engine.infer(_request(asked), stream)
+        trace = self._traces.live(asked.trace) if asked.trace and self._traces is not None else None
+        call = self._engine.infer(_request(asked, None if trace is None else trace.child()), stream)
         held = self._calls.setdefault(caller, set())
         stream.begin(call, held)
         if asked.decoupled:
@@ -177,7 +180,7 @@ class _Stream:
         self.answers.put_nowait(_answer(result, final))
 
 
-def _request(asked: InferCall) -> InferRequest:
+def _request(asked: InferCall, trace: Trace | None) -> InferRequest:
     inputs = tuple([Tensor(t.name, BY_NUMBER[t.datatype], t.shape, t.data) for t in asked.inputs])
     sequence = None
     if asked.correlation_id not in (0, ""):
@@ -192,6 +195,7 @@ def _request(asked: InferCall) -> InferRequest:
         sequence,
         0,
         asked.timeout_us,
+        trace,
     )
 
 

@@ -643,7 +643,6 @@ class ServerOptions:
         parse=_trace_setting,
         metavar="[mode,]setting=value",
         repeatable=True,
-        available=False,
     )
 
     backend_directory: str = _backends(

@@ -36,6 +36,7 @@ from naiad.telemetry.log import Log, bridge
 from naiad.telemetry.metrics import Metrics, MetricsSettings, ModelSeries
 from naiad.telemetry.system import SystemMetrics
 from naiad.telemetry.tables import show_models
+from naiad.telemetry.trace import TraceSettings
 
 
 def serve(options: ServerOptions) -> int:
@@ -131,14 +132,15 @@ class Server:
                 execution_timeout_s=options.execution_timeout_secs,
             ) as hosts,
             self._store() as store,
+            self._traces() as traces,
         ):
             settings = MetricsSettings.of(options.metrics_config)
             manager = self._manager(hosts, settings, store)
             self.engine = engine = Engine(manager, server_id=options.id, strict_readiness=options.strict_readiness)
             metrics = self._metrics(manager, settings, store)
-            self._calls = ModelCalls(engine, metrics.custom)
+            self._calls = ModelCalls(engine, metrics.custom, traces)
             try:
-                async with self._frontends(engine, regions, metrics):
+                async with self._frontends(engine, regions, metrics, traces):
                     await manager.start()
                     self.failed_models = manager.failures()
                     show_models(log, await engine.index())
@@ -157,6 +159,14 @@ class Server:
         finally:
             if store is not None:
                 await store.close()
+
+    @asynccontextmanager
+    async def _traces(self) -> AsyncIterator[TraceSettings]:
+        traces = TraceSettings.of(self.options.trace_config, self.log.exception)
+        try:
+            yield traces
+        finally:
+            await asyncio.to_thread(traces.close)
 
     def _manager(self, hosts: Hosts, settings: MetricsSettings, store: Store | None) -> ModelManager:
         options = self.options
@@ -211,11 +221,13 @@ class Server:
         return metrics
 
     @asynccontextmanager
-    async def _frontends(self, engine: Engine, regions: Regions, metrics: Metrics) -> AsyncIterator[None]:
+    async def _frontends(
+        self, engine: Engine, regions: Regions, metrics: Metrics, traces: TraceSettings
+    ) -> AsyncIterator[None]:
         options, log = self.options, self.log
         async with AsyncExitStack() as stack:
             if options.allow_grpc:
-                grpc = GrpcFrontend(engine, GrpcOptions.of(options), regions, None, log)
+                grpc = GrpcFrontend(engine, GrpcOptions.of(options), regions, traces, log)
                 await stack.enter_async_context(grpc)
                 log.info(f"Started GRPCInferenceService at {options.grpc_address}:{grpc.port}")
             if options.allow_http:
@@ -229,6 +241,7 @@ class Server:
                     header_forward_pattern=options.http_header_forward_pattern,
                     restricted_apis=options.http_restricted_api,
                     regions=regions,
+                    trace_settings=traces,
                     log_settings=log,
                     grace_s=options.exit_timeout_secs,
                 )

@@ -71,6 +71,8 @@ class FakeRequest:
     flags: int = 0
     priority: int = 0
     timeout_us: int = 0
+    trace: int = 0
+    trace_context: str | None = None
     results: list[BackendResponse | NaiadError | None] = field(default_factory=list)
     final: bool = False
 

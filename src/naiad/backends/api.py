@@ -140,6 +140,9 @@ class BackendRequest(Protocol):
     flags: int
     priority: int
     timeout_us: int
+    #: Number of the trace that follows the request (0 is none) and its OpenTelemetry context as JSON.
+    trace: int
+    trace_context: str | None
 
     def send(self, result: BackendResponse | NaiadError | None, final: bool) -> None:
         """Answers. Exactly one call with `final`; `None` only with `final`, for "nothing more".

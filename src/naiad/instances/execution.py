@@ -416,6 +416,8 @@ class HostRequest:
         "parameters",
         "priority",
         "timeout_us",
+        "trace",
+        "trace_context",
     )
 
     def __init__(
@@ -435,6 +437,8 @@ class HostRequest:
         self.flags = details.flags
         self.priority = details.priority
         self.timeout_us = details.timeout_us
+        self.trace = details.trace
+        self.trace_context = details.trace_context
         self.answered = False
         self._execution = execution
         self._batch = batch

@@ -69,6 +69,9 @@ class Details(msgspec.Struct, array_like=True, gc=False):
     flags: int
     priority: int
     timeout_us: int
+    #: Number and OpenTelemetry context of the trace that follows the request; 0 is none.
+    trace: int = 0
+    trace_context: str | None = None
 
 
 class Execute(msgspec.Struct, array_like=True, gc=False):

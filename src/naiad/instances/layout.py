@@ -114,23 +114,24 @@ def asked_outputs(requests: Sequence[InferRequest]) -> tuple[str, ...]:
 def details(requests: Sequence[InferRequest]) -> list[Details] | None:
     """What the requests carry besides tensors; None where it is nothing."""
     for r in requests:
-        if r.id or r.outputs or r.parameters or r.sequence is not None or r.priority or r.timeout_us:
+        if r.id or r.outputs or r.parameters or r.sequence is not None or r.priority or r.timeout_us or r.trace:
             return [_details(request) for request in requests]
     return None
 
 
 def _details(request: InferRequest) -> Details:
     sequence = request.sequence
-    if sequence is None:
-        return Details(request.id, request.outputs, request.parameters, 0, 0, request.priority, request.timeout_us)
+    trace = request.trace
     return Details(
         request.id,
         request.outputs,
         request.parameters,
-        sequence.correlation_id,
-        sequence.start | sequence.end << 1,
+        0 if sequence is None else sequence.correlation_id,
+        0 if sequence is None else sequence.start | sequence.end << 1,
         request.priority,
         request.timeout_us,
+        0 if trace is None else trace.id,
+        None if trace is None else trace.context,
     )
 
 

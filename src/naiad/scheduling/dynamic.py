@@ -36,6 +36,8 @@ class Execution:
         for index, call in enumerate(calls):
             call.execution = self
             call.index = index
+            if call.request.trace is not None:
+                call.request.trace.executing()
 
     def cancelled(self, index: int) -> bool:
         return self.calls[index].cancelled
@@ -91,6 +93,13 @@ def count_execution(
     infer.compute_input.add(compute_input * count, count)
     infer.compute_infer.add(compute_infer * count, count)
     infer.compute_output.add(compute_output * count, count)
+
+
+def trace_execution(requests: Sequence[InferRequest], times: ComputeTimes) -> None:
+    """Tells the traces of an executed batch its times."""
+    for request in requests:
+        if request.trace is not None:
+            request.trace.computed(times.start_ns, times.input_end_ns, times.output_start_ns, times.end_ns)
 
 
 class DynamicScheduler:
@@ -168,6 +177,7 @@ class DynamicScheduler:
             times = ComputeTimes(now, now, now, now)
             succeeded = False
         count_execution(self._statistics, execution.calls, execution.total_rows, times, succeeded)
+        trace_execution(execution.requests, times)
         self._ask()
 
     async def close(self) -> None:

@@ -300,6 +300,7 @@ class _Run:
             request.sequence,
             request.priority,
             request.timeout_us,
+            request.trace.child() if request.trace is not None else None,
         )
         sink = _StepSink(self, member, place)
         self._running[sink] = None

@@ -16,7 +16,7 @@ from naiad.errors import InvalidArgument, NaiadError, Unavailable
 from naiad.instances.instance import ComputeTimes, Instance
 from naiad.messages import InferRequest, InferResponse, ModelStatistics, Result, SequenceControl, Tensor
 from naiad.scheduling.controls import Controls, null_request
-from naiad.scheduling.dynamic import STOPPED, count_execution
+from naiad.scheduling.dynamic import STOPPED, count_execution, trace_execution
 from naiad.scheduling.queue import WaitUntil
 from naiad.scheduling.scheduler import Call, FailureReason, delay_from
 from naiad.scheduling.slots import Direct, Oldest, Round, Slots, Step
@@ -46,6 +46,8 @@ class SequenceExecution:
             if step is not None:
                 step.execution = self
                 step.index = index
+                if step.request.trace is not None:
+                    step.request.trace.executing()
 
     def cancelled(self, index: int) -> bool:
         step = self.steps[index]
@@ -193,6 +195,7 @@ class SequenceScheduler:
         calls = [step.call for step in execution.steps if step is not None and step not in execution.again]
         row_count = len(execution.steps)
         count_execution(self._statistics, calls, row_count, times, succeeded, null_rows=row_count - len(calls))
+        trace_execution(execution.requests, times)
         self._ask()
 
     async def close(self) -> None:
@@ -300,6 +303,7 @@ class SequenceScheduler:
             sequence,
             request.priority,
             request.timeout_us,
+            request.trace,
         )
 
     def _null_request(self, like: Step) -> InferRequest:

@@ -40,7 +40,8 @@ class TensorValue(msgspec.Struct, frozen=True):
 class InferCall(msgspec.Struct, frozen=True):
     """A request for another model. `flags` are 1 = first and 2 = last of a sequence; no `outputs` means all.
 
-    A correlation id of 0 or "" is none. `model_version` -1 is the newest.
+    A correlation id of 0 or "" is none. `model_version` -1 is the newest. `trace` is the number of the trace that
+    this request belongs to, 0 for none.
     """
 
     model_name: str
@@ -53,6 +54,7 @@ class InferCall(msgspec.Struct, frozen=True):
     timeout_us: int = 0
     parameters: dict[str, ParameterValue] = {}
     decoupled: bool = False
+    trace: int = 0
 
 
 class ErrorValue(msgspec.Struct, frozen=True):

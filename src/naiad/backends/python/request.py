@@ -40,12 +40,13 @@ class PreferredMemory:
 
 
 class InferenceTrace:
-    """The trace of a request."""
+    """The trace of a request: given to a request that the model makes, that one is followed too."""
 
-    __slots__ = ("_context",)
+    __slots__ = ("_context", "_id")
 
-    def __init__(self, context: str | None = None) -> None:
+    def __init__(self, context: str | None = None, id: int = 0) -> None:
         self._context = context
+        self._id = id
 
     def get_context(self) -> str | None:
         """The OpenTelemetry context as JSON, or None where the request is not traced that way."""
@@ -176,6 +177,7 @@ class InferenceRequest:
             timeout_us=self._timeout,
             parameters=dict(self._parameters),
             decoupled=decoupled,
+            trace=0 if self._trace is None else self._trace._id,
         )
         try:
             answer = services.call("infer", call)
@@ -236,7 +238,7 @@ class ReceivedRequest(InferenceRequest):
         return json.dumps(dict(self._source.parameters))
 
     def trace(self) -> InferenceTrace:
-        return InferenceTrace()
+        return InferenceTrace(self._source.trace_context, self._source.trace)
 
     def is_cancelled(self) -> bool:
         return self._source.is_cancelled()

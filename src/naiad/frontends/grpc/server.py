@@ -8,6 +8,7 @@ from naiad.frontends.grpc.grpcio import GrpcioServer
 from naiad.frontends.grpc.options import GrpcOptions, Implementation, choose
 from naiad.frontends.grpc.servicer import Engine, Servicer, Settings
 from naiad.protocol.regions import Regions
+from naiad.telemetry.trace import TraceSettings
 
 
 class _Server(Protocol):
@@ -31,7 +32,7 @@ class GrpcFrontend:
         engine: Engine,
         options: GrpcOptions | None = None,
         regions: Regions | None = None,
-        trace_settings: Settings | None = None,
+        trace_settings: TraceSettings | None = None,
         log_settings: Settings | None = None,
     ) -> None:
         self._options = options or GrpcOptions()

@@ -5,7 +5,9 @@ are `NaiadError`s. Lives on the event loop.
 """
 
 import re
+import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from tritonclient.grpc import service_pb2 as pb
@@ -25,6 +27,7 @@ from naiad.messages import (
 from naiad.options import Restriction
 from naiad.protocol.proto_codec import Reply, decode, parse_request, parse_version
 from naiad.protocol.regions import Regions, is_local_peer
+from naiad.telemetry.trace import TraceSettings
 
 SERVICE = "inference.GRPCInferenceService"
 HEALTH_SERVICE = "grpc.health.v1.Health"
@@ -67,7 +70,7 @@ class Engine(Protocol):
 
 
 class Settings(Protocol):
-    """Settings that clients read and change: those of the trace or of the log. `model` None or "" is all models.
+    """Settings that clients read and change: those of the log. `model` None or "" is all models.
 
     In `update` None clears a value; unknown keys are ignored. Both return all settings.
     """
@@ -92,7 +95,7 @@ class Servicer:
         self,
         engine: Engine,
         regions: Regions,
-        trace_settings: Settings | None = None,
+        trace_settings: TraceSettings | None = None,
         log_settings: Settings | None = None,
         restrictions: Iterable[Restriction] = (),
         forward: str = "",
@@ -122,6 +125,8 @@ class Servicer:
         """Begins the unary inference asked for by the bytes of a ModelInferRequest."""
         if self._inference_guard is not None:
             _check(self._inference_guard, metadata)
+        traces = self._trace_settings
+        start_ns = time.monotonic_ns() if traces is not None and traces.active else 0
         message, raw = parse_request(data)
         version = parse_version(message.model_version)
         model = self._engine.model(message.model_name, version)
@@ -130,6 +135,8 @@ class Servicer:
         request, reply = decode(message, raw, model.config, self._regions, version, peer)
         if self._forward is not None:
             request = self._forwarded(request, metadata, self._forward)
+        if start_ns and traces is not None:
+            request = traces.follow(request, "GRPC", start_ns, partial(_header, metadata))
         sink.expect(model, reply)
         return self._engine.infer(request, sink)
 
@@ -149,9 +156,13 @@ class Servicer:
         sink: InferenceSink,
     ) -> Call:
         """Begins one inference of a stream, whose sink knows how to answer a model of any kind."""
+        traces = self._trace_settings
+        start_ns = time.monotonic_ns() if traces is not None and traces.active else 0
         request, reply = decode(message, raw, model.config, self._regions, version, peer)
         if self._forward is not None:
             request = self._forwarded(request, metadata, self._forward)
+        if start_ns and traces is not None:
+            request = traces.follow(request, "GRPC", start_ns, partial(_header, metadata))
         sink.expect(model, reply)
         return self._engine.infer(request, sink)
 
@@ -406,6 +417,10 @@ def _check(guard: tuple[str, str], metadata: Metadata) -> None:
         if pair[0] == guard[0] and pair[1] == guard[1]:
             return
     raise Unavailable(f"This protocol is restricted, expecting header '{guard[0]}'")
+
+
+def _header(metadata: Metadata, key: str) -> str | None:
+    return next((value for name, value in metadata if name == key and isinstance(value, str)), None)
 
 
 def _one_repository(request: Message) -> None:

@@ -41,6 +41,8 @@ class FakeRequest:
         self.flags = 0
         self.priority = 0
         self.timeout_us = 0
+        self.trace = 0
+        self.trace_context: str | None = None
         self.sent: list[tuple[BackendResponse | NaiadError | None, bool]] = []
         self.ended = threading.Event()
         self.cancelled = False
