@@ -236,6 +236,7 @@ class Connection(asyncio.BufferedProtocol):
         self._headers = RequestHeaders()
         self._url = b""
         self._parser: Any = None
+        self._keep_alive = False
         #: The request whose body is being received or which is being handled.
         self._request: Exchange | None = None
         #: A body of known length, where it goes and how much of it is there; bytes to drop of a refused one.
@@ -373,7 +374,7 @@ class Connection(asyncio.BufferedProtocol):
         except httptools.HttpParserError as error:
             self._refuse(400, f"malformed HTTP request: {error}")
             return
-        keep_alive = parser.should_keep_alive() and not self._closing
+        keep_alive = self._keep_alive and not self._closing
         request = Exchange(self, parser.get_method().decode("latin-1"), _path(self._url), headers, keep_alive)
         request.is_http_1_0 = parser.get_http_version() == "1.0"
         self._request = request
@@ -504,6 +505,10 @@ class Connection(asyncio.BufferedProtocol):
         # Another request behind a chunked one, in the same read: it is not taken up, the client asks again.
         if self._is_complete and self._state is _State.CHUNKS and self._request is not None:
             self._request.keep_alive = False
+
+    def on_headers_complete(self) -> None:
+        # Asked later, of a request without a body, the parser speaks of the next message.
+        self._keep_alive = self._parser.should_keep_alive()
 
     def on_body(self, body: bytes) -> None:
         if not self._is_complete:
