@@ -141,10 +141,15 @@ class OnnxRuntimeBackend(ArrayBackend):
             )
         if max_batch_size > 1 and "sequence_batching" not in config and "dynamic_batching" not in config:
             config["dynamic_batching"] = {}
+        # What the sequence batcher gives and takes is no input or output of clients.
+        sequence = config.get("sequence_batching", {})
+        states = sequence.get("state", ())
+        given = {name for name, _ in _controls(sequence)} | {state["input_name"] for state in states}
+        taken = {state["output_name"] for state in states}
         if not has_inputs:
-            config["input"] = _configured(inputs, max_batch_size > 0)
+            config["input"] = _configured(_without(inputs, given), max_batch_size > 0)
         if not has_outputs:
-            config["output"] = _configured(outputs, max_batch_size > 0)
+            config["output"] = _configured(_without(outputs, taken), max_batch_size > 0)
         return config
 
     def __init__(self, model: ModelContext, instance: InstanceContext) -> None:
@@ -388,6 +393,10 @@ def _info(node: Any) -> _TensorInfo:
         )
     # Dynamic extents have a name, or None.
     return _TensorInfo(datatype, tuple(dim if isinstance(dim, int) else -1 for dim in node.shape))
+
+
+def _without(infos: Mapping[str, _TensorInfo], names: set[str]) -> dict[str, _TensorInfo]:
+    return {name: info for name, info in infos.items() if name not in names}
 
 
 def _configured(infos: Mapping[str, _TensorInfo], batching: bool) -> list[dict[str, Any]]:

@@ -222,3 +222,24 @@ class Caller(Identity):
 class MissingModule(Identity):
     modules = ("surely_not_installed",)
     extra = "sure"
+
+
+class Rescheduling(RequestBackend):
+    """Gives a request back until its second element, a number of times, is its correlation id. First element 1: in a
+    thread, after `execute` has returned. 2: after it has answered."""
+
+    def __init__(self, model, instance):
+        self.rounds = {}
+
+    def execute(self, requests):
+        for request in requests:
+            how, times = request.inputs["INPUT0"].ravel()
+            done = self.rounds[request.correlation_id] = self.rounds.get(request.correlation_id, 0) + 1
+            if how == 2:
+                request.send(BackendResponse({"OUTPUT0": request.inputs["INPUT0"]}), True)
+            if done > times and how != 2:
+                request.send(BackendResponse({"OUTPUT0": np.full((1, 2), done, np.float32)}), True)
+            elif how == 1:
+                threading.Thread(target=request.reschedule).start()
+            else:
+                request.reschedule()

@@ -149,6 +149,16 @@ class TestAutocomplete:
             "input": [tensor("x", "TYPE_FP32", [4])],
         }
 
+    def test_controls_and_states_are_not_for_clients(self, complete: Any) -> None:
+        model = copies({(name, name.upper()): (FLOAT, ("n", 1)) for name in ("x", "start", "before")})
+        sequence = {
+            **control("start", "CONTROL_SEQUENCE_START", fp32_false_true=[0, 1]),
+            "state": [{"input_name": "before", "output_name": "BEFORE", "data_type": "TYPE_FP32", "dims": [1]}],
+        }
+        found = complete(model, {"sequence_batching": sequence})
+        assert [tensor["name"] for tensor in found["input"]] == ["x"]
+        assert [tensor["name"] for tensor in found["output"]] == ["X", "START"]
+
     @pytest.mark.parametrize(
         "signatures",
         [
