@@ -19,6 +19,7 @@ from naiad.options import Restriction
 from naiad.protocol.json_codec import DEFAULT_MAX_INPUT_SIZE
 from naiad.protocol.json_text import error_document
 from naiad.protocol.regions import Regions
+from naiad.telemetry.trace import TraceSettings
 
 logger = logging.getLogger(__name__)
 
@@ -45,15 +46,15 @@ class HttpFrontend:
         header_forward_pattern: str = "",
         restricted_apis: tuple[Restriction, ...] = (),
         regions: Regions | None = None,
-        trace_settings: Settings | None = None,
+        trace_settings: TraceSettings | None = None,
         log_settings: Settings | None = None,
         grace_s: float = 30.0,
         tls: ssl.SSLContext | None = None,
     ) -> None:
         forwarding = HeaderForwarding(header_forward_pattern)
         self._routes = Routes(
-            Inference(engine, regions, forwarding, max_input_size),
-            Generation(engine, forwarding, max_input_size),
+            Inference(engine, regions, forwarding, max_input_size, trace_settings),
+            Generation(engine, forwarding, max_input_size, trace_settings),
             Management(engine, regions, trace_settings, log_settings),
             restricted_apis,
         )

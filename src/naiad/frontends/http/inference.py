@@ -6,6 +6,7 @@ Triton does it.
 
 import asyncio
 import re
+import time
 from collections.abc import Coroutine, Mapping
 from typing import Any, Protocol
 
@@ -26,6 +27,7 @@ from naiad.protocol.json_codec import (
 )
 from naiad.protocol.outputs import OutputPlan
 from naiad.protocol.regions import Regions, is_local_peer
+from naiad.telemetry.trace import TraceSettings
 
 #: JSON texts from this many bytes on are read and written in a thread, so that the loop goes on.
 LARGE = 1 << 20
@@ -152,11 +154,13 @@ class Inference:
         regions: Regions | None,
         forwarding: HeaderForwarding,
         max_input_size: int = DEFAULT_MAX_INPUT_SIZE,
+        traces: TraceSettings | None = None,
     ) -> None:
         self._engine = engine
         self._regions = regions
         self._forwarding = forwarding
         self._max_input_size = max_input_size
+        self._traces = traces
         self._tasks: set[asyncio.Task[None]] = set()
 
     def infer(self, exchange: Exchange, name: str, version: int) -> Coroutine[Any, Any, None] | None:
@@ -179,8 +183,9 @@ class Inference:
         if json_size >= LARGE:
             return self._infer_slowly(exchange, model, version)
         try:
+            start_ns = start_of(self._traces)
             request, plan = self._decode(exchange, model, version, body, json_size)
-            self._submit(exchange, model, request, plan)
+            self._submit(exchange, model, request, plan, start_ns)
         except NaiadError as error:
             reply_error(exchange, error, JSON)
         return None
@@ -193,8 +198,9 @@ class Inference:
             body = await asyncio.to_thread(decompress, bytes(body), self._max_input_size)
         json_size = header_length(headers.get("inference-header-content-length"), len(body))
         try:
+            start_ns = start_of(self._traces)
             request, plan = await asyncio.to_thread(self._decode, exchange, model, version, body, json_size)
-            self._submit(exchange, model, request, plan)
+            self._submit(exchange, model, request, plan, start_ns)
         except NaiadError as error:
             reply_error(exchange, error, JSON)
 
@@ -207,7 +213,9 @@ class Inference:
         region = self._region_input(exchange)
         return decode_request(body, json_size, model.name, version, region, forwarded, self._max_input_size)
 
-    def _submit(self, exchange: Exchange, model: ServedModel, request: InferRequest, plan: OutputPlan) -> None:
+    def _submit(
+        self, exchange: Exchange, model: ServedModel, request: InferRequest, plan: OutputPlan, start_ns: int
+    ) -> None:
         regions: dict[str, RegionOutput] = _NO_REGIONS
         for spec in plan.outputs.values():
             if spec.region is not None:
@@ -218,6 +226,8 @@ class Inference:
                 )
         accepted = exchange.headers.get("accept-encoding")
         encoding = None if accepted is None else choose(accepted)
+        if start_ns and self._traces is not None:
+            request = self._traces.follow(request, "HTTP", start_ns, exchange.headers.get)
         call = self._engine.infer(request, _Reply(exchange, plan, model, regions, encoding, self._tasks))
         if not exchange.is_answered:
             exchange.on_disconnect = call.cancel
@@ -234,6 +244,11 @@ class Inference:
             _no_region(name, offset, byte_size)
         assert self._regions is not None
         return self._regions.output(name, offset, byte_size, is_local_peer(exchange.client)).write
+
+
+def start_of(traces: TraceSettings | None) -> int:
+    """When reading a request begins that may be traced; 0 where nothing is."""
+    return time.monotonic_ns() if traces is not None and traces.active else 0
 
 
 _NO_REGIONS: dict[str, RegionOutput] = {}
