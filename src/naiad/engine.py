@@ -85,10 +85,11 @@ class Engine:
         """The loaded version; -1 is the newest. Raises NotFound or Unavailable."""
         return self._manager.lookup(name, version)
 
-    def infer(self, request: InferRequest, sink: ResponseSink) -> Call:
+    def infer(self, request: InferRequest, sink: ResponseSink, model: Model | None = None) -> Call:
         """Checks a request and submits it. Raises NaiadError for a request that is refused at once; everything later
-        goes to `sink`."""
-        model = self._manager.lookup(request.model_name, request.model_version)
+        goes to `sink`. `model` is for callers that hold a lease of the version they want."""
+        if model is None:
+            model = self._manager.lookup(request.model_name, request.model_version)
         try:
             request, rows, signature = model.check(request)
         except BrokenContents as error:

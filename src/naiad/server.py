@@ -79,6 +79,9 @@ async def _run(options: ServerOptions, log: Log, stop: asyncio.Event) -> int:
         return 0
     try:
         await loading
+        if server.unreadable and options.exit_on_error:
+            log.error("failed to read all model repositories; --exit-on-error=false serves the others")
+            return 1
         if server.failed_models and options.exit_on_error:
             names = ", ".join(f"'{name}'" for name in server.failed_models)
             log.error(f"failed to load all models: {names}; --exit-on-error=false serves the others")
@@ -100,6 +103,8 @@ class Server:
         self.options = options
         self.log = log
         self.failed_models: list[str] = []
+        #: Whether a model repository could not be read.
+        self.unreadable = False
         self._stack = AsyncExitStack()
         self._close_by = 0.0
 
@@ -143,13 +148,14 @@ class Server:
                 async with self._frontends(engine, regions, metrics, traces):
                     await manager.start()
                     self.failed_models = manager.failures()
+                    self.unreadable = bool(manager.first_snapshot.failures)
                     show_models(log, await engine.index())
                     engine.started()
                     async with self._watching(manager):
                         yield
                         engine.exiting()
             finally:
-                await manager.close()
+                await manager.close(max(0.0, self._close_by - time.monotonic()))
 
     @asynccontextmanager
     async def _store(self) -> AsyncIterator[Store | None]:
@@ -178,8 +184,8 @@ class Server:
         )
         self._sources = sources
 
-        def infer(request: InferRequest, sink: ResponseSink) -> Call:
-            return self.engine.infer(request, sink)
+        def infer(request: InferRequest, sink: ResponseSink, model: Model) -> Call:
+            return self.engine.infer(request, sink, model)
 
         def lookup(name: str, version: int) -> Model:
             return self.engine.model(name, version)
@@ -203,7 +209,6 @@ class Server:
             startup_models=options.load_model,
             load_thread_count=options.model_load_thread_count,
             load_retry_count=options.model_load_retry_count,
-            exit_timeout_s=options.exit_timeout_secs,
         )
 
     def _metrics(self, manager: ModelManager, settings: MetricsSettings, store: Store | None) -> Metrics:

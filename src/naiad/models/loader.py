@@ -13,16 +13,16 @@ from naiad.instances.hosts import HostedModel, Hosts, ModelSpec
 from naiad.instances.instance import Instance
 from naiad.instances.interpreter import interpreter_of
 from naiad.instances.thread import ThreadModel
-from naiad.messages import InferStatistics, ModelStatistics
+from naiad.messages import InferRequest, InferStatistics, ModelStatistics, ResponseSink
 from naiad.models.manager import Source
 from naiad.models.model import Model
 from naiad.models.warmup import warm_up
 from naiad.scheduling.cache import CachingScheduler, Store
 from naiad.scheduling.dynamic import DynamicScheduler
-from naiad.scheduling.ensemble import EnsembleScheduler, Infer, members_of
+from naiad.scheduling.ensemble import EnsembleScheduler, members_of
 from naiad.scheduling.queue import RequestQueue
 from naiad.scheduling.rate_limit import NoLimiter, Placed, RateLimiter
-from naiad.scheduling.scheduler import Scheduler
+from naiad.scheduling.scheduler import Call, Scheduler
 from naiad.scheduling.sequence import SequenceScheduler
 from naiad.scheduling.states import read_initial_states
 from naiad.telemetry.log import Log
@@ -39,7 +39,7 @@ class ModelLoader:
         auto_complete: bool,
         backend_settings: Callable[[str], Mapping[str, str]],
         infer_statistics: Callable[[], InferStatistics],
-        infer: Infer,
+        infer: Callable[[InferRequest, ResponseSink, Model], Call],
         lookup: Callable[[str, int], Model],
         store: Store | None = None,
         limiter: NoLimiter | RateLimiter | None = None,
@@ -135,10 +135,31 @@ class ModelLoader:
 
     async def _load_ensemble(self, draft: Draft, version: int, start: float) -> Model:
         config = finish(draft)
+        held: dict[tuple[str, int], Model] = {}
+        try:
+            for step in config.ensemble_steps:
+                member = self._lookup(step.model_name, step.model_version)
+                if (step.model_name, step.model_version) not in held:
+                    member.lease()
+                    held[step.model_name, step.model_version] = member
+            return await self._load_ensemble_of(held, config, draft, version, start)
+        except BaseException:
+            for member in held.values():
+                member.release()
+            raise
+
+    async def _load_ensemble_of(
+        self, held: Mapping[tuple[str, int], Model], config: ModelConfig, draft: Draft, version: int, start: float
+    ) -> Model:
+        """An ensemble keeps the versions it was made of: what is in flight ends on them, whatever becomes of them."""
         models: dict[str, ModelConfig] = {}
         labels: dict[str, list[str]] = {}
+
+        def infer(request: InferRequest, sink: ResponseSink) -> Call:
+            return self._infer(request, sink, held[request.model_name, request.model_version])
+
         for step in config.ensemble_steps:
-            member = self._lookup(step.model_name, step.model_version)
+            member = held[step.model_name, step.model_version]
             models[step.model_name] = member.config
             for output, tensor in step.outputs.items():
                 if tensor in config.outputs and output in member.labels:
@@ -147,9 +168,10 @@ class ModelLoader:
         labels |= await asyncio.to_thread(read_labels, Path(draft.directory), config)
         statistics = ModelStatistics(config.name, str(version), infer=self._infer_statistics())
         members = members_of(config, models)
-        scheduler = EnsembleScheduler(config, version, members, statistics, self._infer, self._log.exception)
+        scheduler = EnsembleScheduler(config, version, members, statistics, infer, self._log.exception)
         cached = self._cached(scheduler, config, version, statistics)
-        return Model(config, version, cached, (), statistics, labels, None, time.monotonic() - start)
+        duration_s = time.monotonic() - start
+        return Model(config, version, cached, (), statistics, labels, None, duration_s, tuple(held.values()))
 
 
 def queue_for(config: ModelConfig) -> RequestQueue:

@@ -65,6 +65,8 @@ class Source:
     override: str | None = None
     #: The folder was written for this load and goes with it.
     made_of_request: bool = False
+    #: How many need the folder: the record that wants it, loads, and the versions made of it.
+    uses: int = 0
 
     @property
     def members(self) -> tuple[str, ...]:
@@ -126,7 +128,6 @@ class ModelManager:
         startup_models: tuple[str, ...] = (),
         load_thread_count: int = 4,
         load_retry_count: int = 0,
-        exit_timeout_s: float = 30,
     ) -> None:
         self._sources = sources
         self._loader = loader
@@ -135,12 +136,15 @@ class ModelManager:
         self._startup_models = startup_models
         self._load_slots = asyncio.Semaphore(load_thread_count)
         self._load_retry_count = load_retry_count
-        self._exit_timeout_s = exit_timeout_s
         #: The picture of the repositories that `start` loaded from.
         self.first_snapshot = Snapshot()
         self._records: dict[str, _Record] = {}
+        #: What each version is made of that serves or is being closed.
+        self._made_of: dict[Model, Source] = {}
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
+        #: Those of them that load something.
+        self._loads: set[asyncio.Task[None]] = set()
         self._accepting = True
         #: Serialises what reads the repository for a request, so that two of them do not read in between each other.
         self._requests = asyncio.Lock()
@@ -256,7 +260,7 @@ class ModelManager:
         gone = [name for name, record in self._records.items() if record.source and name not in snapshot.models]
         for name in gone:
             if not snapshot.failures:  # an unreadable repository says nothing about its models
-                self._records[name].source = None
+                self._drop(self._records[name])
         changed = [
             name
             for name, directory in snapshot.models.items()
@@ -311,13 +315,15 @@ class ModelManager:
                 raise Internal(f"failed to load '{name}', failed to poll from model repository") from source.draft
             record.explicit = True
             record.insisted += 1 if source.override is not None or record.failed is not None or record.blocked else 0
+            record.error = None
+            record.blocked = False
             self._take_source(record, source)
             await self._want_members(source)
             self._reconcile()
-        wanted = source
-        while record.source is wanted and (record.loading is not None or self._is_pending(record)):
+        # Until the model rests. Another load of it meanwhile is joined: its outcome is that of this one too.
+        while record.source is not None and (record.loading is not None or self._is_pending(record)):
             await self._next_change()
-        if record.source is not wanted and record.source is None:
+        if record.source is None:
             raise Unavailable(f"the load of model '{name}' was given up: the model was unloaded meanwhile")
         if record.error is not None:
             raise record.error
@@ -348,7 +354,7 @@ class ModelManager:
             self._reconcile()
 
     def _drop(self, record: _Record) -> None:
-        record.source = None
+        self._set_source(record, None)
         record.explicit = False
         record.error = None
 
@@ -380,7 +386,20 @@ class ModelManager:
         old = record.source
         if old is not None and old.override is None and source.override is None and _same(old, source):
             return
-        record.source = source
+        self._set_source(record, source)
+
+    def _set_source(self, record: _Record, source: Source | None) -> None:
+        old, record.source = record.source, source
+        if source is not None:
+            source.uses += 1
+        if old is not None:
+            self._release(old)
+
+    def _release(self, source: Source) -> None:
+        """One use less of a source; a folder that came with a load request goes with the last."""
+        source.uses -= 1
+        if not source.uses and source.made_of_request:
+            self._spawn(self._sources.discard(source), f"remove the files of '{source.directory.name}'")
 
     # ---------------------------------------------------------------- steps
 
@@ -436,7 +455,10 @@ class ModelManager:
         record.loading = self._generation(record, ())
         record.abandoned = False
         record.blocked = False
-        self._spawn(self._update(record, record.source, record.loading), f"load {record.name}")
+        record.source.uses += 1
+        load = self._spawn(self._update(record, record.source, record.loading), f"load {record.name}")
+        self._loads.add(load)
+        load.add_done_callback(self._loads.discard)
 
     async def _update(self, record: _Record, source: Source, generation: object) -> None:
         """Loads all wanted versions of a model; they take over together or not at all."""
@@ -471,10 +493,15 @@ class ModelManager:
                         for version, error in errors.items()
                     )
                 )
+            for model in loaded.values():
+                self._made_of[model] = source
+                source.uses += 1
         except Exception as error:
             self._update_failed(record, generation, versions, loaded, errors, error)
         else:
             self._update_done(record, source, generation, loaded)
+        finally:
+            self._release(source)
         self._reconcile()
 
     async def _load_version(self, source: Source, version: int) -> Model:
@@ -498,22 +525,24 @@ class ModelManager:
         error: Exception,
     ) -> None:
         record.loading = None
-        record.failed = generation
         if isinstance(error, NaiadError):
-            record.error = _load_failed(record.name, error.message)
+            problem: NaiadError = _load_failed(record.name, error.message)
         else:
-            record.error = Internal(f"load failed for model '{record.name}': {error!r}. This is a bug.")
+            problem = Internal(f"load failed for model '{record.name}': {error!r}. This is a bug.")
             self._log.exception(f"loading model '{record.name}' failed", error)
+        if not record.abandoned:
+            record.failed = generation
+            record.error = problem
         for version in versions:
+            reason = with_kind(errors[version]) if version in errors else "unloaded"
+            if version in errors:
+                self._log.error(f"failed to load '{record.name}' version {version}: {reason}")
             if version not in record.models:
-                reason = with_kind(errors[version]) if version in errors else "unloaded"
-                record.states[version] = ("UNAVAILABLE", reason)
-                if version in errors:
-                    self._log.error(f"failed to load '{record.name}' version {version}: {reason}")
+                record.states[version] = ("UNAVAILABLE", "unloaded" if record.abandoned else reason)
         if not versions:
-            self._log.error(f"failed to load '{record.name}': {with_kind(record.error)}")
+            self._log.error(f"failed to load '{record.name}': {with_kind(problem)}")
         for model in loaded.values():
-            self._spawn(model.close(self._exit_timeout_s), f"close {model.name}")
+            self._spawn(model.close(), f"close {model.name}")
 
     def _update_done(self, record: _Record, source: Source, generation: object, loaded: dict[int, Model]) -> None:
         record.loading = None
@@ -583,8 +612,12 @@ class ModelManager:
             self._spawn(self._close(record, model, reason), f"close {record.name}")
 
     async def _close(self, record: _Record, model: Model, reason: str = "unloaded") -> None:
-        await model.close(self._exit_timeout_s)
-        if record.models.get(model.version) is None and record.loading is None:
+        try:
+            await model.close()
+        finally:
+            self._release(self._made_of.pop(model))
+        is_last = not any(other.name == model.name and other.version == model.version for other in self._made_of)
+        if is_last and record.states.get(model.version, ("",))[0] == "UNLOADING":
             record.states[model.version] = ("UNAVAILABLE", reason)
         if reason == "unloaded":
             self._log.info(f"successfully unloaded '{model.name}' version {model.version}")
@@ -592,7 +625,7 @@ class ModelManager:
 
     # ---------------------------------------------------------------- tasks
 
-    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         async def run() -> None:
             try:
                 await work
@@ -602,6 +635,7 @@ class ModelManager:
         task = asyncio.get_running_loop().create_task(run(), name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     async def _next_change(self) -> None:
         self._changed.clear()
@@ -612,12 +646,18 @@ class ModelManager:
         while any(record.loading is not None or self._is_pending(record) for record in self._records.values()):
             await self._next_change()
 
-    async def close(self) -> None:
-        """Unloads everything; versions whose requests do not end in time are closed all the same."""
+    async def close(self, timeout_s: float) -> None:
+        """Unloads everything; versions whose requests do not end within `timeout_s` are closed all the same."""
         self._accepting = False
         for record in self._records.values():
             self._drop(record)
         self._reconcile()
+        for load in self._loads:
+            load.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=timeout_s)
+        for model in list(self._made_of):
+            model.give_up()
         while self._tasks:
             await asyncio.wait(self._tasks)
 

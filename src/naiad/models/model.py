@@ -22,6 +22,10 @@ class Closable(Protocol):
     async def close(self, timeout_s: float) -> None: ...
 
 
+#: How long what has no requests any more may take to unload.
+_UNLOAD_S = 30.0
+
+
 class Model:
     """One version of a model, loaded. Everything about it that does not change is computed here, once."""
 
@@ -35,6 +39,7 @@ class Model:
         labels: dict[str, list[str]],
         hosted: Closable | None,
         load_duration_s: float,
+        members: Sequence["Model"] = (),
     ) -> None:
         self.name = config.name
         self.version = version
@@ -47,6 +52,8 @@ class Model:
         self.check = RequestCheck(config)
         self.metadata = metadata_of(config, version)
         self._hosted = hosted
+        #: Those an ensemble is made of. Whoever makes it has leased them for it; it gives them back when it goes.
+        self._members = members
         self._leases = 0
         self._closing = False
         self._returned = asyncio.Event()
@@ -61,7 +68,7 @@ class Model:
         return failures[0] if failures and all(failures) else None
 
     def lease(self) -> None:
-        if self._closing:
+        if self._closing and not self._leases:
             raise Unavailable(f"Request for unknown model: '{self.name}' version {self.version} is not at ready state")
         self._leases += 1
 
@@ -71,19 +78,21 @@ class Model:
         if self._closing and not self._leases:
             self._returned.set()
 
-    async def close(self, timeout_s: float) -> None:
-        """Waits for every lease and closes the hosts; after `timeout_s` (seconds) the hosts are closed all the same,
-        which fails what still runs."""
+    async def close(self) -> None:
+        """Waits for every lease, however long it takes, and closes the hosts."""
         self._closing = True
         if self._leases:
-            try:
-                async with asyncio.timeout(timeout_s):
-                    await self._returned.wait()
-                    await self.scheduler.close()
-            except TimeoutError:
-                timeout_s = 0
+            await self._returned.wait()
+        if not self._leases:
+            await self.scheduler.close()
         if self._hosted is not None:
-            await self._hosted.close(timeout_s)
+            await self._hosted.close(0 if self._leases else _UNLOAD_S)
+        for member in self._members:
+            member.release()
+
+    def give_up(self) -> None:
+        """Ends the waiting of `close`: the hosts are closed all the same, which fails what still runs."""
+        self._returned.set()
 
 
 def metadata_of(config: ModelConfig, version: int) -> ModelMetadata:

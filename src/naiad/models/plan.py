@@ -14,7 +14,7 @@ they take over together; if one fails, the new ones go and the old ones stay (re
     generation G    G failed before                        -               (until the files change or somebody insists)
     generation G    a member is not wanted or failed       Block, with the reason
     nothing         loads                                  Abandon
-    nothing         serves, or is blocked                  Retire
+    nothing         serves, is blocked, or has failed      Retire
 """
 
 from collections.abc import Mapping
@@ -71,7 +71,7 @@ def plan(wanted: Mapping[str, Wanted], actual: Mapping[str, Actual]) -> list[Ste
         there = actual[name]
         if there.loading is not None:
             steps.append(Abandon(name))
-        if there.serving is not None or there.blocked:
+        if there.serving is not None or there.blocked or there.failed is not None:
             steps.append(Retire(name))
     for name in sorted(wanted):
         step = _step(name, wanted, actual)

@@ -27,7 +27,9 @@ A = Actual
         pytest.param(
             {}, {"m": A(serving=1, loading=2)}, [Abandon("m"), Retire("m")], id="delete during reload: both go"
         ),
-        pytest.param({}, {"m": A(failed=1)}, [], id="a failed model that is not wanted needs nothing"),
+        pytest.param(
+            {}, {"m": A(failed=1)}, [Retire("m")], id="a failed model that is not wanted: its failure is history"
+        ),
         pytest.param({}, {"m": A(blocked=True)}, [Retire("m")], id="a blocked ensemble that is not wanted"),
         pytest.param({"e": W(1, ("m",)), "m": W(1)}, {}, [Update("m")], id="members first"),
         pytest.param({"e": W(1, ("m",)), "m": W(1)}, {"m": A(loading=1)}, [], id="the ensemble waits for its member"),
