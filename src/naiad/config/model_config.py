@@ -220,6 +220,7 @@ class ModelConfig:
         "instance_groups",
         "json",
         "max_batch_size",
+        "max_inflight_requests",
         "metric_buckets",
         "metric_tags",
         "name",
@@ -255,6 +256,8 @@ class ModelConfig:
         self.dynamic_batching = _dynamic_batching(proto.dynamic_batching) if self.scheduling == "dynamic" else None
         self.sequence_batching = _sequence_batching(proto.sequence_batching) if self.scheduling == "sequence" else None
         self.ensemble_steps = tuple(_step(step) for step in proto.ensemble_scheduling.step)
+        #: How many requests of each step of an ensemble may be under way; 0 is any number.
+        self.max_inflight_requests: int = proto.ensemble_scheduling.max_inflight_requests
         self.instance_groups = tuple(_instance_group(group) for group in proto.instance_group)
         self.version_policy = _version_policy(proto)
         self.parameters: dict[str, str] = {key: proto.parameters[key].string_value for key in sorted(proto.parameters)}

@@ -9,6 +9,7 @@ seeing the tensors of all scopes above. A step belongs to the innermost scope th
 response of the ensemble. This is Triton's behaviour (reference R5-26 to R5-34), without its iteration counters.
 """
 
+import asyncio
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -31,11 +32,14 @@ from naiad.messages import (
 from naiad.scheduling.dynamic import STOPPED, count_execution
 from naiad.scheduling.scheduler import Call
 
+#: How long a request of a step waits for `max_inflight_requests`, in seconds, before it goes on all the same.
+_LIMIT_WAIT_S = 300.0
+
 #: How a step is run; `Engine.infer`.
 Infer = Callable[[InferRequest, ResponseSink], Call]
 
 
-class Member(msgspec.Struct, frozen=True):
+class Member(msgspec.Struct, frozen=True, eq=False):
     """A step with what is known of its model: `inputs` and `outputs` map the model's names to the ensemble's tensors."""
 
     model_name: str
@@ -71,6 +75,10 @@ class EnsembleScheduler:
         self.statistics = statistics
         self.infer = infer
         self.report = report
+        #: Empty where nothing is limited.
+        self.gates: dict[Member, _Gate] = {}
+        if config.max_inflight_requests:
+            self.gates = {member: _Gate(self, member, config.max_inflight_requests) for member in members}
         self._closed = False
 
     def __repr__(self) -> str:
@@ -163,6 +171,66 @@ class _Scope:
             yield from child.below()
 
 
+class _Gate:
+    """Lets in at most `limit` requests of one step at a time, whichever calls they are of; others wait in order.
+
+    It keeps a decoupled step from flooding the next; what waits is in the memory of the server.
+    """
+
+    __slots__ = ("_is_admitting", "_limit", "_loop", "_member", "_running", "_scheduler", "_waiting")
+
+    def __init__(self, scheduler: EnsembleScheduler, member: Member, limit: int) -> None:
+        self._scheduler = scheduler
+        self._member = member
+        self._limit = limit
+        self._loop = asyncio.get_running_loop()
+        self._running = 0
+        self._waiting: dict[_StepSink, asyncio.TimerHandle] = {}
+        self._is_admitting = False
+
+    def enter(self, sink: "_StepSink") -> bool:
+        """Whether the request may start now; else it is started later."""
+        if self._running < self._limit:
+            self._running += 1
+            return True
+        self._waiting[sink] = self._loop.call_later(_LIMIT_WAIT_S, self._overdue, sink)
+        return False
+
+    def leave(self) -> None:
+        """A request has ended."""
+        self._running -= 1
+        if self._is_admitting:
+            # One that ended while it was being started: the loop below goes on.
+            return
+        self._is_admitting = True
+        try:
+            while self._waiting and self._running < self._limit:
+                self._start(next(iter(self._waiting)))
+        finally:
+            self._is_admitting = False
+
+    def forget(self, sink: "_StepSink") -> None:
+        """Whoever wants this request no longer waits for it."""
+        if (timer := self._waiting.pop(sink, None)) is not None:
+            timer.cancel()
+
+    def _overdue(self, sink: "_StepSink") -> None:
+        error = Unavailable(
+            f"{self._limit} requests have been under way for {_LIMIT_WAIT_S:g} s (max_inflight_requests)"
+        )
+        self._scheduler.report(
+            f"a request of ensemble '{self._scheduler.config.name}' to '{self._member.model_name}' goes on beyond the "
+            "limit, since it has waited too long",
+            error,
+        )
+        self._start(sink)
+
+    def _start(self, sink: "_StepSink") -> None:
+        self._waiting.pop(sink).cancel()
+        self._running += 1
+        sink.start()
+
+
 class _Run:
     """One call of an ensemble."""
 
@@ -200,9 +268,12 @@ class _Run:
     def abort(self, error: NaiadError | None) -> None:
         """Ends the call before its time: with a step's error, or because the client has left."""
         self._ended = True
-        for running in list(self._running.values()):
+        gates = self._scheduler.gates
+        for sink, running in list(self._running.items()):
             if running is not None:
                 running.cancel()
+            elif gates:
+                gates[sink.member].forget(sink)
         self._running.clear()
         try:
             if error is None:
@@ -218,8 +289,12 @@ class _Run:
         """A step has answered."""
         if final:
             self._running.pop(sink, None)
-        if self._ended:
-            return
+        if not self._ended:
+            self._go_on(sink, result, final)
+        if final and self._scheduler.gates:
+            self._scheduler.gates[sink.member].leave()
+
+    def _go_on(self, sink: "_StepSink", result: Result | None, final: bool) -> None:
         name = self._scheduler.config.name
         if isinstance(result, NaiadError):
             self.abort(type(result)(f"in ensemble '{name}', {result.message}"))
@@ -302,16 +377,33 @@ class _Run:
             request.timeout_us,
             request.trace.child() if request.trace is not None else None,
         )
-        sink = _StepSink(self, member, place)
+        sink = _StepSink(self, member, place, step_request)
         self._running[sink] = None
+        gates = self._scheduler.gates
+        if not gates or gates[member].enter(sink):
+            self._infer(sink)
+
+    def _infer(self, sink: "_StepSink") -> None:
         try:
-            call = self._scheduler.infer(step_request, sink)
+            call = self._scheduler.infer(sink.request, sink)
         except NaiadError as error:
             del self._running[sink]
             self.abort(type(error)(f"in ensemble '{self._scheduler.config.name}', {error.message}"))
+            if self._scheduler.gates:
+                self._scheduler.gates[sink.member].leave()
             return
         if sink in self._running:
             self._running[sink] = call
+
+    def start_waiting(self, sink: "_StepSink") -> None:
+        """Starts a step that had to wait for others of its kind."""
+        self._starting += 1
+        try:
+            self._infer(sink)
+        finally:
+            self._starting -= 1
+        if not self._ended and not self._running and not self._starting:
+            self._finish(False)
 
     def _answer(self, place: _Scope) -> None:
         """Sends a response when all outputs are in sight, once per scope that holds one of them."""
@@ -375,15 +467,19 @@ class _Run:
 class _StepSink:
     """Where the answers of one step go."""
 
-    __slots__ = ("_run", "member", "scope")
+    __slots__ = ("_run", "member", "request", "scope")
 
-    def __init__(self, run: _Run, member: Member, scope: _Scope) -> None:
+    def __init__(self, run: _Run, member: Member, scope: _Scope, request: InferRequest) -> None:
         self._run = run
         self.member = member
         self.scope = scope
+        self.request = request
 
     def send(self, result: Result | None, final: bool) -> None:
         self._run.answered(self, result, final)
+
+    def start(self) -> None:
+        self._run.start_waiting(self)
 
 
 def fitted(shape: tuple[int, ...], spec: TensorConfig, batching: bool) -> tuple[int, ...]:

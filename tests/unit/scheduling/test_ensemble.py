@@ -1,5 +1,6 @@
 """Ensembles over a fake engine: data flow, errors, pruning, decoupled steps."""
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -255,3 +256,109 @@ def test_a_decoupled_step_without_responses_ends_the_call_empty() -> None:
 def test_the_batch_dimension_fits_the_reader(shape: tuple[int, ...], batching: bool, expected: tuple[int, ...]) -> None:
     spec = config('name: "m" backend: "b" input { name: "X" data_type: TYPE_INT8 dims: [ 4 ] }').inputs["X"]
     assert fitted(shape, spec, batching) == expected
+
+
+# ---------------------------------------------------------------- max_inflight_requests
+
+FEED = model("stream", "A", "S", "model_transaction_policy { decoupled: true }")
+
+
+def limited(limit: int) -> Bench:
+    steps = step("stream", {"A": "I"}, {"S": "m"}), step("neg", {"X": "m"}, {"Y": "O"})
+    more = "model_transaction_policy { decoupled: true }"
+    config = ensemble("I", "O", *steps, f"max_inflight_requests: {limit}", more=more)
+    return Bench(config, FEED, NEG)
+
+
+async def test_a_step_waits_for_requests_of_its_own_kind() -> None:
+    bench = limited(2)
+    bench.submit(I=0)
+    (stream,) = bench.calls
+    for value in range(5):
+        stream.answer(final=value == 4, S=value)
+    assert bench.running() == ["stream", "neg", "neg"]
+    for value in range(5):
+        call = bench.calls[1 + value]
+        assert call.value("X") == value
+        call.answer(Y=value)
+        assert len(bench.running()) == min(6, 1 + 2 + value + 1)
+    assert bench.sink.values() == [{"O": value} for value in range(5)]
+    assert bench.sink.results[-1] == (None, True)
+    assert bench.lease.released == 1
+
+
+async def test_the_limit_is_for_all_calls_together() -> None:
+    bench = limited(1)
+    bench.submit(I=1)
+    bench.submit(I=2)
+    assert bench.running() == ["stream"]
+    bench.calls[0].answer(final=True, S=1)
+    assert bench.running() == ["stream", "neg", "stream"]
+    bench.calls[2].answer(final=True, S=2)
+    assert bench.running() == ["stream", "neg", "stream"]
+    bench.calls[1].answer(Y=1)
+    bench.calls[3].answer(Y=2)
+    assert bench.sink.values() == [{"O": 1}, {"O": 2}]
+
+
+async def test_who_leaves_waits_no_longer() -> None:
+    bench = limited(1)
+    first = bench.submit(I=1)
+    bench.calls[0].answer(final=False, S=1)
+    bench.calls[0].answer(final=True, S=2)
+    assert bench.running() == ["stream", "neg"]
+    first.cancel()
+    assert bench.calls[1].cancelled
+    bench.submit(I=3)
+    bench.calls[2].answer(final=True, S=3)
+    assert bench.running() == ["stream", "neg", "stream"]  # The cancelled one is still under way.
+    bench.calls[1].answer(Y=1)
+    assert bench.calls[3].value("X") == 3
+
+
+async def test_an_error_ends_the_call_and_lets_the_next_in() -> None:
+    bench = limited(1)
+    bench.submit(I=1)
+    bench.submit(I=2)
+    bench.calls[0].answer(final=False, S=1)
+    bench.calls[0].answer(final=True, S=7)
+    bench.calls[2].answer(final=True, S=2)
+    bench.calls[1].sink.send(InvalidArgument("no"), True)
+    # What waited of the failed call is not run.
+    assert [call.value("X") for call in bench.calls[3:]] == [2]
+
+
+async def test_refused_requests_let_the_next_in_one_by_one() -> None:
+    bench = limited(1)
+    bench.submit(I=1)
+    for value in range(2000):
+        bench.calls[0].answer(final=value == 1999, S=1)
+    bench.refuse = NotFound("gone")
+    bench.calls[1].answer(Y=1)
+    assert isinstance(bench.sink.results[-1][0], NotFound)
+    assert bench.lease.released == 1
+
+
+async def test_who_has_waited_too_long_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("naiad.scheduling.ensemble._LIMIT_WAIT_S", 0.0)
+    bench = limited(1)
+    said: list[str] = []
+    heard = asyncio.Event()
+
+    def report(text: str, error: BaseException) -> None:
+        said.append(text)
+        heard.set()
+
+    bench.scheduler.report = report
+    bench.submit(I=1)
+    bench.calls[0].answer(final=False, S=1)
+    bench.calls[0].answer(final=True, S=2)
+    assert len(bench.calls) == 2
+    await heard.wait()
+    assert bench.calls[2].value("X") == 2
+    assert said == [
+        "a request of ensemble 'e' to 'neg' goes on beyond the limit, since it has waited too long",
+    ]
+    bench.calls[1].answer(Y=1)
+    bench.calls[2].answer(Y=2)
+    assert bench.sink.values() == [{"O": 1}, {"O": 2}]
