@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from served import Server, error_of, until
+import tritonclient.http
+from served import Server, error_of, put, until
 
 HAS_TENSORFLOW = importlib.util.find_spec("tensorflow") is not None
 MIB = 1 << 20
@@ -65,3 +66,50 @@ def test_without_tensorflow_the_model_says_what_to_install_and_others_load(expli
     assert "pip install 'naiad[tensorflow]'" in explicit.http.index()[name, "1"][1]
     explicit.http.load(f"{name}d")
     assert explicit.http.do(f"{name}d") == f"{name}d 1"
+
+
+@needs_tensorflow
+def test_sequences_have_controls_and_state(explicit: Any, name: str) -> None:
+    """A running sum that the server keeps, begun anew where a sequence begins."""
+    import tensorflow as tf
+
+    def step(value: Any, start: Any, state: Any) -> Any:
+        total = value + state * (1 - start)
+        return {"SUM": total, "STATE_OUT": total}
+
+    names = ("VALUE", "START", "STATE_IN")
+    specs = [tf.TensorSpec([None, 1], tf.float32, name) for name in names]
+    path = explicit.repository.path / name / "1" / "model.savedmodel"
+    tf.saved_model.save(
+        tf.Module(), str(path), signatures=tf.function(step, input_signature=specs).get_concrete_function()
+    )
+    put(
+        explicit.repository.path / name / "config.pbtxt",
+        """
+        max_batch_size: 4
+        instance_group [ { kind: KIND_CPU count: 1 } ]
+        sequence_batching {
+          control_input [ { name: "START" control [ { kind: CONTROL_SEQUENCE_START fp32_false_true: [ 0, 1 ] } ] } ]
+          state [ { input_name: "STATE_IN" output_name: "STATE_OUT" data_type: TYPE_FP32 dims: [ 1 ]
+                    initial_state { name: "zero" data_type: TYPE_FP32 dims: [ 1 ] zero_data: true } } ]
+        }
+        """,
+    )
+    explicit.http.load(name)
+    config = explicit.http.config(name)
+    assert [tensor["name"] for tensor in config["input"]] == ["VALUE"]
+    assert [tensor["name"] for tensor in config["output"]] == ["SUM"]
+    client = tritonclient.http.InferenceServerClient(f"127.0.0.1:{explicit.ports[0]}")
+    sums = []
+    for sequence, value, start, end in [
+        (1, 1, True, False),
+        (2, 10, True, False),
+        (1, 2, False, False),
+        (2, 20, False, True),
+        (1, 3, False, True),
+    ]:
+        tensor = tritonclient.http.InferInput("VALUE", [1, 1], "FP32")
+        tensor.set_data_from_numpy(np.array([[value]], np.float32))
+        answer = client.infer(name, [tensor], sequence_id=sequence, sequence_start=start, sequence_end=end)
+        sums.append(answer.as_numpy("SUM").item())
+    assert sums == [1, 10, 3, 30, 6]

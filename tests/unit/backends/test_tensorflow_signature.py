@@ -116,6 +116,13 @@ FIXED = signature({"x": (2, 3)}, {"y": (-1, 2)})
             id="inputs that the server makes are no inputs",
         ),
         pytest.param(
+            {"max_batch_size": 1, "sequence_batching": {"state": [{"input_name": "s", "output_name": "t"}]}},
+            signature({"x": (-1, 3), "s": (-1, 1)}, {"y": (-1, 2), "t": (-1, 1)}),
+            4,
+            {"input": [tensor("x", 3)], "output": [tensor("y", 2)]},
+            id="nor is state",
+        ),
+        pytest.param(
             {"input": [tensor("x", 2)], "output": [tensor("y", 5)]},
             signature({"x": None}, {"y": None}),
             4,
@@ -214,6 +221,10 @@ def controls(name: str = "start", **control: Any) -> dict[str, Any]:
 
 
 X = tensor("x", 3)
+STATE = {
+    "sequence_batching": {"state": [{"input_name": "s", "output_name": "t", "data_type": "TYPE_FP32", "dims": [1]}]}
+}
+STATEFUL = signature({"x": (-1, 3), "s": (-1, 1)}, {"y": (-1, 2), "t": (-1, 1)})
 START = signature({"x": (-1, 3), "start": (-1, 1)}, {"y": (-1, 2)})
 RAGGED = signature({"x": (-1,)}, {"y": (-1, 2)})
 
@@ -230,6 +241,7 @@ RAGGED = signature({"x": (-1,)}, {"y": (-1, 2)})
         (config([X], **controls(kind="CONTROL_SEQUENCE_START", fp32_false_true=[0, 1])), START),
         (config([X], batch_input=[{"target_name": ["start"]}]), START),
         (config([tensor("x", -1, allow_ragged_batch=True)]), RAGGED),
+        (config([X], **STATE), STATEFUL),
         (config([X], [tensor("y", 7)], batch_output=[{"target_name": ["y"]}]), BATCHING),
         (config([X]), signature({"x": (1, 3)}, {"y": (-1, -1)}, binding=False)),
         (config([X]), signature({"x": (-1, 3), "more": (2,)}, {"y": None}, binding=False)),
@@ -317,6 +329,11 @@ def test_configurations_that_fit(made: dict[str, Any], model: Signature) -> None
             "unable to load model 'm', sequence control 'x': model 'm', tensor 'x': the model expects 2 dimensions (shape"
             " [-1,3]) but the model configuration specifies 2 dimensions (an initial batch dimension because"
             " max_batch_size > 0 followed by the explicit tensor shape, making complete shape [-1,1])",
+        ),
+        (
+            config([X], **STATE),
+            signature({"x": (-1, 3), "s": (-1, 1)}, {"y": (-1, 2)}),
+            "unexpected inference output 't', allowed outputs are: y",
         ),
         (
             config([tensor("x", 5)]),

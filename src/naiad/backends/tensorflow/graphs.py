@@ -16,7 +16,7 @@ from tensorflow.python.saved_model import loader_impl
 
 from naiad.backends.api import Array, InstanceContext, ModelContext
 from naiad.backends.tensorflow.options import Options, log, session_config
-from naiad.backends.tensorflow.signature import Signature, TensorInfo
+from naiad.backends.tensorflow.signature import Signature, TensorInfo, sequence_states
 from naiad.datatypes import DataType
 from naiad.errors import Internal, InvalidArgument, NaiadError, Unavailable, Unsupported
 
@@ -129,7 +129,9 @@ def graph_signature(model: ModelContext, graph: Any) -> Signature:
             if (info := _tensor_info(tensor)) is not None:
                 outputs[f"{operation.name}:{number}" if number else operation.name] = info
     natural.update(outputs)
-    for name in (tensor["name"] for tensor in model.config.get("output", ())):
+    wanted = [tensor["name"] for tensor in model.config.get("output", ())]
+    wanted += [state["output_name"] for state in sequence_states(model.config)]
+    for name in wanted:
         if name not in outputs and (info := _named(graph, name)) is not None:
             outputs[name] = info
     others = [operation for operation in operations if operation.type not in _INPUTS and operation.outputs]

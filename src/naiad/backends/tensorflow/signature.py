@@ -139,6 +139,7 @@ def _completed_inputs(model: str, config: ConfigDict, signature: Signature, batc
     taken = {tensor.get("name") for tensor in tensors}
     taken.update(name for batch_input in config.get("batch_input", ()) for name in batch_input.get("target_name", ()))
     taken.update(name for name, _ in sequence_inputs(config))
+    taken.update(state["input_name"] for state in sequence_states(config))
     for name, info in signature.inputs.items():
         if name in taken:
             continue
@@ -156,7 +157,10 @@ def _completed_outputs(model: str, config: ConfigDict, signature: Signature, bat
             for tensor in given
         ]
     tensors = []
+    states = {state["output_name"] for state in sequence_states(config)}
     for name, info in signature.natural_outputs().items():
+        if name in states:
+            continue
         if info.shape is None and not signature.binding:
             log(
                 "WARNING",
@@ -213,7 +217,8 @@ def check(model: str, config: ConfigDict, signature: Signature) -> None:
     for name, data_type in controls:
         _check_control(model, name, data_type, signature, batching)
     _check_names("input", inputs, signature.inputs)
-    expected = len(inputs) + len(config.get("batch_input", ())) + len(controls)
+    states = sequence_states(config)
+    expected = len(inputs) + len(config.get("batch_input", ())) + len(controls) + len(states)
     if signature.binding and len(signature.inputs) != expected:
         raise InvalidArgument(
             f"unable to load model '{model}', configuration expects {expected} inputs, model provides"
@@ -236,6 +241,12 @@ def check(model: str, config: ConfigDict, signature: Signature) -> None:
         if tensor["name"] not in of_batch:
             _check_dims(model, tensor, info, batching, exact=True, binding=signature.binding)
         _check_datatype(model, "output", tensor, info)
+    for side, infos in (("input", signature.inputs), ("output", signature.outputs)):
+        tensors = [{**state, "name": state[f"{side}_name"]} for state in states]
+        _check_names(side, tensors, infos)
+        for tensor in tensors:
+            _check_dims(model, tensor, infos[tensor["name"]], batching, exact=False, binding=signature.binding)
+            _check_datatype(model, side, tensor, infos[tensor["name"]])
 
 
 def _check_names(
@@ -329,6 +340,11 @@ def sequence_inputs(config: ConfigDict) -> Iterator[tuple[str, str]]:
                 yield tensor["name"], "TYPE_FP32"
             else:
                 yield tensor["name"], "TYPE_BOOL"
+
+
+def sequence_states(config: ConfigDict) -> list[Tensor]:
+    """The implicit state of `sequence_batching`, which Triton has for other backends only."""
+    return list(config.get("sequence_batching", {}).get("state", ()))
 
 
 def shape_text(shape: Sequence[int]) -> str:
