@@ -373,6 +373,32 @@ def test_a_graph_completes_what_it_knows(context: Context) -> None:
     assert TensorflowBackend(inside, CPU).run({"x": X.reshape(1, 4)}, ["hidden"])["hidden"].tolist() == [[2, 4, 6, 8]]
 
 
+def test_a_graph_that_was_frozen_with_one_row_takes_more(context: Context) -> None:
+    """As inception_graphdef of Triton's examples was. Nothing in such a graph depends on the number of rows."""
+
+    def build() -> None:
+        tf.multiply(v1.placeholder(tf.float32, [1, 4], "x"), 2.0, name="y")
+
+    made = context(GRAPH_DEF, graph(build), **BATCH)
+    assert TensorflowBackend.autocomplete(made) is None
+    assert answer(TensorflowBackend(made, CPU), x=np.ones((3, 4), np.float32)).tolist() == [[2] * 4] * 3
+
+
+def test_ragged_inputs_come_with_what_tells_them_apart(context: Context) -> None:
+    function = lambda x, ends: {"y": ends + tf.reduce_sum(x)}  # noqa: E731
+    specs = [tf.TensorSpec([None], tf.float32, "x"), tf.TensorSpec([None], tf.float32, "ends")]
+    made = context(
+        SAVED_MODEL,
+        functions(serving_default=(function, specs)),
+        max_batch_size=4,
+        input=[tensor("x", -1, allow_ragged_batch=True)],
+        batch_input=[{"kind": "BATCH_ACCUMULATED_ELEMENT_COUNT", "target_name": ["ends"], "source_input": ["x"]}],
+        output=[tensor("y", 1, reshape={"shape": []})],
+    )
+    result = answer(TensorflowBackend(made, CPU), x=X, ends=np.array([1, 4], np.float32))
+    assert result.tolist() == [11, 14]
+
+
 def test_a_wrong_output_is_answered_with_the_names_there_are(context: Context) -> None:
     made = context(GRAPH_DEF, graph(twice), **BATCH | {"output": [tensor("dense_19/Softmax", 4)]})
     with pytest.raises(InvalidArgument) as refused:

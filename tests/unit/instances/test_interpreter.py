@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from naiad.errors import InvalidArgument
+from naiad.instances.hosts import Hosts, ModelSpec
 from naiad.instances.interpreter import interpreter_of
 
 
@@ -52,3 +53,13 @@ def test_tensorflow_1_is_refused_as_triton_does() -> None:
 def test_an_environment_that_is_not_there_is_named(chosen: str) -> None:
     with pytest.raises(InvalidArgument, match=f"'m': backend 'tensorflow'.*'{chosen}'"):
         interpreter_of("m", "tensorflow", {"version": chosen}, {})
+
+
+async def test_threads_of_the_server_have_no_environment_of_their_own(venv: Path) -> None:
+    async def no_calls(*arguments: object) -> None:
+        raise AssertionError("unexpected call")
+
+    spec = ModelSpec("m", 1, "python", venv, venv, venv, interpreter=str(venv / "bin" / "python"))
+    async with Hosts(isolation="none", on_log=lambda *line: None, on_call=no_calls) as hosts:
+        with pytest.raises(InvalidArgument, match="without --isolation=none"):
+            await hosts.open(spec)
