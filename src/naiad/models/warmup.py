@@ -22,6 +22,8 @@ from naiad.scheduling.controls import Controls, elements
 from naiad.scheduling.states import States, read_initial_states
 
 _RANDOM_SEED = 0
+#: How texts begin that name a request without an id.
+_LABEL = InferRequest("", ()).label
 
 
 async def warm_up(config: ModelConfig, version: int, directory: Path, instances: Sequence[Instance]) -> None:
@@ -38,8 +40,8 @@ async def warm_up(config: ModelConfig, version: int, directory: Path, instances:
 
 
 def samples_of(config: ModelConfig, version: int, directory: Path) -> Iterator[tuple[WarmupSample, list[InferRequest]]]:
-    """Each sample with its requests. Raises InvalidArgument, with Triton's texts, where one does not fit the model.
-    Reads files and makes data: for a thread."""
+    """Each sample with its requests. Raises InvalidArgument or Internal, with Triton's texts, where one does not fit
+    the model or its file cannot be read. Reads files and makes data: for a thread."""
     check = RequestCheck(config)
     for sample in config.warmup:
         if not sample.batch_size:
@@ -84,14 +86,14 @@ def _data(item: WarmupInput, directory: Path) -> bytes:
         try:
             data = path.read_bytes()
         except OSError as error:
-            raise InvalidArgument(f"warmup input '{item.name}': cannot read {path}: {error.strerror}") from None
+            raise Internal(f"failed to open text file for read {path}: {error.strerror}") from None
         if item.datatype is DataType.BYTES:
             return data
         size = count * item.datatype.byte_size
         if len(data) < size:
             raise InvalidArgument(
-                f"warmup setting expects {size} bytes, but the data provided from {item.data_file}only has {len(data)} "
-                "bytes"
+                f"{_LABEL}warmup setting expects {size} bytes, but the data provided from {item.data_file}only "
+                f"has {len(data)} bytes"
             )
         return data[:size]
     if item.datatype is DataType.BYTES:
@@ -118,7 +120,8 @@ async def _run_all(model: str, batches: list[tuple[WarmupSample, list[InferReque
             try:
                 await _Run(instance, requests).ended
             except NaiadError as error:
-                raise Internal(f"failed to run warmup sample '{sample.name}': {error.message}") from error
+                # With the semicolon, which Triton puts behind each failure.
+                raise InvalidArgument(f"failed to run warmup sample '{sample.name}': {error.message}; ") from error
 
 
 class _Run:

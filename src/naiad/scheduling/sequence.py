@@ -41,7 +41,7 @@ class SequenceExecution:
         self.rows: Sequence[int] = [1] * len(steps)
         self.instance = instance
         #: The steps that the model has given back.
-        self.again: set[Step] = set()
+        self.again: list[Step] = []
         for index, step in enumerate(steps):
             if step is not None:
                 step.execution = self
@@ -60,7 +60,7 @@ class SequenceExecution:
 
     def reschedule(self, index: int) -> None:
         if (step := self.steps[index]) is not None:
-            self.again.add(step)
+            self.again.append(step)
             self.scheduler.run_again(step)
 
     def complete(self, times: ComputeTimes | None, succeeded: bool = True) -> None:
@@ -192,9 +192,12 @@ class SequenceScheduler:
             now = time.monotonic_ns()
             times = ComputeTimes(now, now, now, now)
             succeeded = False
-        calls = [step.call for step in execution.steps if step is not None and step not in execution.again]
+        # Each iteration counts as an inference, as in Triton; the next one has waited from the end of this one on.
+        calls = [step.call for step in execution.steps if step is not None]
         row_count = len(execution.steps)
         count_execution(self._statistics, calls, row_count, times, succeeded, null_rows=row_count - len(calls))
+        for step in execution.again:
+            step.call.queued_ns = times.end_ns
         trace_execution(execution.requests, times)
         self._ask()
 

@@ -293,6 +293,7 @@ class Slots:
         if sequence.instance < 0:
             return False
         step.start = False
+        step.queued_ns = now_ns
         sequence.waiting.appendleft(step)
         self.waiting_in_slots += 1
         self._offer(sequence, now_ns)

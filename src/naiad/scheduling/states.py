@@ -11,7 +11,7 @@ from pathlib import Path
 
 from naiad.config.model_config import ModelConfig, SequenceState
 from naiad.datatypes import DataType
-from naiad.errors import InvalidArgument
+from naiad.errors import Internal, InvalidArgument
 from naiad.messages import InferRequest, InferResponse, Tensor
 from naiad.scheduling.controls import elements, zeros_like
 
@@ -71,8 +71,8 @@ def nulls(state: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 def read_initial_states(directory: Path, config: ModelConfig) -> dict[str, bytes]:
-    """The files of the folder `initial_state` that the configuration names, by state input. Raises InvalidArgument.
-    Reads from disk: for a thread."""
+    """The files of the folder `initial_state` that the configuration names, by state input. Raises InvalidArgument or
+    Internal. Reads from disk: for a thread."""
     contents: dict[str, bytes] = {}
     for state in () if config.sequence_batching is None else config.sequence_batching.states:
         for initial in state.initial_state:
@@ -82,9 +82,7 @@ def read_initial_states(directory: Path, config: ModelConfig) -> dict[str, bytes
             try:
                 data = path.read_bytes()
             except OSError as error:
-                raise InvalidArgument(
-                    f"initial state of '{state.input_name}': cannot read {path}: {error.strerror}"
-                ) from None
+                raise Internal(f"failed to open text file for read {path}: {error.strerror}") from None
             size = elements(initial.dims) * state.datatype.byte_size
             if len(data) < size:
                 raise InvalidArgument(
