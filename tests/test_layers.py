@@ -28,6 +28,7 @@ LAYERS: list[set[str]] = [
     {"model_calls"},
     {"frontends"},
     {"server"},
+    {"convert"},
     {"cli"},
 ]
 LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}

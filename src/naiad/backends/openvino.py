@@ -36,6 +36,8 @@ import openvino as ov  # noqa: E402 - after the line above
 
 T = TypeVar("T")
 
+_VERSION = ov.__version__.partition("-")[0]
+
 #: By the name of OpenVINO's element type.
 _ELEMENT_TYPES = {
     "boolean": DataType.BOOL,
@@ -281,7 +283,7 @@ def _check_front_end(model: ModelContext, path: Path) -> None:
     if front_end and front_end not in available:
         raise Unsupported(
             f"unable to load model '{model.name}': '{path}' needs OpenVINO's {format_name} front end, and the installed"
-            f" openvino {ov.__version__} has {', '.join(sorted(available)) or 'none'} only. The distribution 'openvino'"
+            f" openvino {_VERSION} has {', '.join(sorted(available)) or 'none'} only. The distribution 'openvino'"
             " of PyPI has them all"
         )
 
@@ -318,7 +320,7 @@ def _compile(model: ModelContext) -> _Compiled:
         compiled = _step("loading model", lambda: core.compile_model(graph, device, properties))
     except Internal as error:
         raise Internal(
-            f"{error.message} (TARGET_DEVICE is {device}; OpenVINO {ov.__version__} finds"
+            f"{error.message} (TARGET_DEVICE is {device}; OpenVINO {_VERSION} finds"
             f" {', '.join(core.available_devices) or 'no device'} on this machine)"
         ) from error
     return _Compiled(

@@ -14,6 +14,7 @@ from naiad import __version__
 #: Subcommand -> its module and what `naiad --help` says about it. The module's `command` is the click command.
 _COMMANDS = {
     "serve": ("naiad.cli.serve", "Serve the models of a repository."),
+    "convert": ("naiad.cli.convert", "Make a model of another framework's file, and put it into a repository."),
     "init": ("naiad.cli.init", "Write a model repository, or a model, to start from."),
 }
 

@@ -1,0 +1,119 @@
+"""The process that converts: `python -m naiad.convert.process`, a Job on its input, Reports to a pipe.
+
+Frameworks write what they like to its output and error output, which the parent keeps for the case of failure.
+"""
+
+import os
+import sys
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from naiad.backends.api import Array
+from naiad.convert.compare import check, difference, given_arrays, paired, random_arrays
+from naiad.convert.job import REPORTS_FD, Difference, Done, Failed, Job, Report, Step
+from naiad.convert.plan import TARGETS
+from naiad.convert.served import Served, load
+from naiad.convert.sources import Source, open_source
+from naiad.convert.targets import write
+from naiad.errors import InvalidArgument, NaiadError
+
+_STEPS = 5
+#: What dynamic extents behind the batch are tried with: long enough for convolutions, and usual sides of pictures.
+_EXTENTS = (8, 64, 224, 1)
+
+#: A set of inputs, what it is called, and what the source answers.
+_Tried = tuple[str, Mapping[str, Array], Mapping[str, Array]]
+
+
+class _Conversion:
+    def __init__(self, job: Job, pipe: int) -> None:
+        self._job = job
+        self._pipe = pipe
+        self._step = 0
+
+    def send(self, report: Report) -> None:
+        os.write(self._pipe, msgspec.json.encode(report) + b"\n")
+
+    def _next(self, text: str) -> None:
+        self._step += 1
+        self.send(Step(self._step, _STEPS, text))
+
+    def run(self) -> Done:
+        job = self._job
+        backend, filename = TARGETS[job.target]
+        self._next(f"Load {job.source}")
+        source = open_source(job)
+        remarks: list[str] = []
+        self._next("Run the source")
+        tried = self._run_source(source, remarks)
+        self._next(f"Convert to {job.target}")
+        path = Path(job.folder) / filename
+        _, example, answer = tried[0]
+        batching = job.batching and source.batchable
+        config = write(job, source, path, example, list(answer))
+        self._next(f"Load the result with the backend {backend}")
+        sizes = [job.max_batch_size, 0] if batching and job.max_batch_size else [0]
+        result, problems = load(backend, path, job.model, config, sizes)
+        remarks += problems
+        self._next("Compare the results")
+        differences = _compare(result, tried)
+        check(differences, job.tolerance)
+        return Done(result.config, differences, remarks)
+
+    def _run_source(self, source: Source, remarks: list[str]) -> list[_Tried]:
+        """On the given inputs and on random ones; the first is what converters trace."""
+        tried: list[_Tried] = []
+        if self._job.arrays is not None:
+            arrays = given_arrays(dict(np.load(self._job.arrays)), source.inputs)
+            tried.append(("the given inputs", arrays, source.run(arrays)))
+        problem: Exception | None = None
+        for extent in _EXTENTS:
+            try:
+                random = [
+                    (f"random inputs, batch of {rows}", arrays, source.run(arrays))
+                    for rows in ((2, 3) if source.batchable else (2,))
+                    for arrays in (random_arrays(source.inputs, rows, extent, seed=rows),)
+                ]
+            except Exception as error:
+                problem = problem or error
+                continue
+            return tried + random
+        if not tried:
+            raise InvalidArgument(
+                f"the source itself fails on random inputs: {problem}. Give inputs it can work with: --inputs FILE.npz"
+            )
+        remarks.append(f"the source fails on random inputs, only the given ones were compared: {problem}")
+        return tried
+
+
+def _compare(result: Served, tried: list[_Tried]) -> list[Difference]:
+    differences = []
+    for what, arrays, wanted in tried:
+        names = dict(paired(list(arrays), [it.name for it in result.inputs]))
+        feeds = {names[name]: array if array.ndim else array.reshape(1) for name, array in arrays.items()}
+        got = result.run(feeds)
+        differences += [
+            difference(theirs, what, wanted[ours], got[theirs]) for ours, theirs in paired(list(wanted), list(got))
+        ]
+    return differences
+
+
+def main() -> None:
+    """The program."""
+    pipe = int(os.environ.pop(REPORTS_FD))
+    conversion = _Conversion(msgspec.json.decode(sys.stdin.buffer.read(), type=Job), pipe)
+    try:
+        conversion.send(conversion.run())
+    except NaiadError as error:
+        conversion.send(Failed(error.message))
+    except Exception as error:
+        traceback.print_exc()
+        conversion.send(Failed(f"{type(error).__name__}: {error}"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""Starts the process that converts, follows it, and puts its result in its place. No framework is imported here."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from google.protobuf import text_format
+
+from naiad.config.parse import from_dict
+from naiad.convert.job import REPORTS_FD, Done, Failed, Job, Report, Step
+from naiad.errors import AlreadyExists, InvalidArgument, NaiadError
+
+#: How much of what a framework wrote is shown when it failed.
+_SHOWN_LINES = 15
+
+
+def place(output: str | None, source: str) -> Path:
+    """The folder of the version: REPOSITORY/NAME/VERSION. Raises InvalidArgument."""
+    if output is None:
+        stem = Path(source.rpartition(":")[2] if ":" in source else source).stem
+        return Path("models") / stem / "1"
+    path = Path(output)
+    if not path.name.isdigit() or int(path.name) < 1 or not path.absolute().parent.name:
+        raise InvalidArgument(f"--output {output} is not REPOSITORY/NAME/VERSION, with a number above 0 as VERSION")
+    return path
+
+
+def check_place(version: Path, force: bool) -> None:
+    """Raises AlreadyExists where something is in the way."""
+    if version.exists() and any(version.iterdir()) and not force:
+        raise AlreadyExists(f"{version} has a model already; --force replaces it")
+
+
+def convert(job: Job, on_step: Callable[[Step], None]) -> Done:
+    """Runs the job in a process of its own. Raises NaiadError with what it said in the end."""
+    read, write = os.pipe()
+    with tempfile.TemporaryFile() as output:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "naiad.convert.process"],
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=output,
+            pass_fds=(write,),
+            env={**os.environ, REPORTS_FD: str(write), "TF_CPP_MIN_LOG_LEVEL": "2"},
+        )
+        os.close(write)
+        try:
+            assert process.stdin is not None
+            with process.stdin:
+                process.stdin.write(msgspec.json.encode(job))
+            last = _follow(read, on_step)
+            status = process.wait()
+        finally:
+            process.kill()
+            process.wait()
+        if isinstance(last, Done):
+            return last
+        output.seek(0)
+        lines = output.read().decode(errors="replace").rstrip().splitlines()[-_SHOWN_LINES:]
+    if isinstance(last, Failed):
+        raise NaiadError(last.text)
+    how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"has ended with {status}"
+    raise NaiadError("\n".join([f"the process that converts {how}; its last words:", *lines]))
+
+
+def _follow(pipe: int, on_step: Callable[[Step], None]) -> Report | None:
+    last: Report | None = None
+    with os.fdopen(pipe, "rb") as reports:
+        for line in reports:
+            last = msgspec.json.decode(line, type=Report)
+            if isinstance(last, Step):
+                on_step(last)
+    return last
+
+
+def install(job: Job, done: Done, version: Path, replace_config: bool) -> tuple[Path, bool]:
+    """Moves the model to `version` and writes config.pbtxt beside it, unless there is one. The path of the
+    configuration, and whether it was written."""
+    config = version.parent / "config.pbtxt"
+    version.parent.mkdir(parents=True, exist_ok=True)
+    if version.exists():
+        shutil.rmtree(version)
+    # Moved in one step beside its place first, so that a server that watches the repository never sees half of it.
+    half = version.parent / f".{version.name}.half"
+    shutil.rmtree(half, ignore_errors=True)
+    shutil.copytree(job.folder, half)
+    writes = replace_config or not config.exists()
+    if writes:
+        config.write_text(config_text(done.config))
+    half.replace(version)
+    return config, writes
+
+
+def config_text(config: dict[str, Any]) -> str:
+    """The configuration as config.pbtxt has it."""
+    return str(text_format.MessageToString(from_dict(config), use_short_repeated_primitives=True))
