@@ -75,6 +75,44 @@ JSON_HEADERS: Headers = [("content-type", "application/json")]
 
 # --- requests
 
+#: The JSON before binary tensors is the same for many requests: what was read from it is kept, up to this size and
+#: number of texts.
+_TEMPLATE_SIZE = 1024
+_TEMPLATES = 1024
+_TemplateKey = tuple[bytes, str, int]
+
+
+class _Template:
+    """A request without its data, all of which is binary and lies behind the JSON."""
+
+    __slots__ = ("_fields", "_inputs", "_model_name", "plan", "tail_size")
+
+    def __init__(self, request: InferRequest, plan: OutputPlan, tail_size: int) -> None:
+        self._model_name = request.model_name
+        self._inputs = [(item.name, item.datatype, item.shape, len(item.data)) for item in request.inputs]
+        self._fields = (
+            request.model_version,
+            request.id,
+            request.outputs,
+            request.parameters,
+            request.sequence,
+            request.priority,
+            request.timeout_us,
+        )
+        self.plan = plan
+        self.tail_size = tail_size
+
+    def request(self, body: bytes | memoryview, at: int) -> InferRequest:
+        tail = memoryview(body)
+        inputs: list[Tensor] = []
+        for name, datatype, shape, size in self._inputs:
+            inputs.append(Tensor(name, datatype, shape, tail[at : at + size]))
+            at += size
+        return InferRequest(self._model_name, tuple(inputs), *self._fields)
+
+
+_templates: dict[_TemplateKey, _Template] = {}
+
 
 def header_length(given: str | None, body_size: int) -> int:
     """How many bytes of the body are JSON: `given` is the header Inference-Header-Content-Length. 0 is a raw request."""
@@ -107,6 +145,12 @@ def decode_request(
             f"request JSON size of {json_size} bytes exceeds the maximum allowed input size of {max_input_size} bytes. "
             "Use --http-max-input-size to increase the limit."
         )
+    key: _TemplateKey | None = None
+    if json_size <= _TEMPLATE_SIZE and json_size < len(body) and not forwarded:
+        key = (bytes(body[:json_size]), model_name, model_version)
+        template = _templates.get(key)
+        if template is not None and template.tail_size == len(body) - json_size:
+            return template.request(body, json_size), template.plan
     document = parse(body if json_size == len(body) else memoryview(body)[:json_size])
     if type(document) is not dict:
         document = {}
@@ -172,31 +216,20 @@ def decode_request(
         raise InvalidArgument(f"unexpected additional input data for model '{model_name}'")
 
     plan = ALL_BINARY if binary_default else ALL_JSON
+    outputs: tuple[str, ...] = ()
     if "outputs" in document:
         specs = [_read_output(item) for item in array_member(document, "outputs", "Unable to parse 'outputs': ")]
         if specs:
             plan = OutputPlan({spec.name: spec for spec in specs}, binary_default)
             outputs = tuple([spec.name for spec in specs])
-            return (
-                InferRequest(
-                    model_name,
-                    tuple(inputs),
-                    model_version,
-                    request_id,
-                    outputs,
-                    parameters,
-                    sequence,
-                    priority,
-                    timeout_us,
-                ),
-                plan,
-            )
-    return (
-        InferRequest(
-            model_name, tuple(inputs), model_version, request_id, (), parameters, sequence, priority, timeout_us
-        ),
-        plan,
+    request = InferRequest(
+        model_name, tuple(inputs), model_version, request_id, outputs, parameters, sequence, priority, timeout_us
     )
+    if key is not None and sum([len(tensor.data) for tensor in inputs]) == len(tail) - json_size:
+        if len(_templates) >= _TEMPLATES:
+            _templates.clear()
+        _templates[key] = _Template(request, plan, len(tail) - json_size)
+    return request, plan
 
 
 def decode_raw_request(

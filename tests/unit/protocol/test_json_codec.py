@@ -520,3 +520,21 @@ class TestResponse:
             Tensor("a", DataType.UINT8, (1, 2), b"\1\2"), plan=plan, labels={"a": ["x", "y"]}, batched=True
         )
         assert body[int(headers["inference-header-content-length"]) :] == pack_bytes(["2:1:y"])
+
+
+def test_equal_json_before_other_data_is_read_once_and_still_checked() -> None:
+    text = (
+        b'{"id":"t","parameters":{"p":1},"inputs":[{"name":"A","shape":[2],"datatype":"INT8","parameters":'
+        b'{"binary_data_size":2}},{"name":"B","shape":[1],"datatype":"INT8","parameters":{"binary_data_size":1}}]}'
+    )
+    first, plan = decode_request(text + b"abc", len(text), "templates")
+    again, same_plan = decode_request(text + b"xyz", len(text), "templates")
+    assert [bytes(item.data) for item in first.inputs] == [b"ab", b"c"]
+    assert [bytes(item.data) for item in again.inputs] == [b"xy", b"z"]
+    assert (again.id, again.parameters, same_plan) == (first.id, first.parameters, plan)
+    with pytest.raises(InvalidArgument, match="unexpected size for input 'B', expecting 1 additional bytes"):
+        decode_request(text + b"ab", len(text), "templates")
+    with pytest.raises(InvalidArgument, match="unexpected additional input data for model 'templates'"):
+        decode_request(text + b"abcd", len(text), "templates")
+    with_header, _ = decode_request(text + b"abc", len(text), "templates", forwarded={"X": "y"})
+    assert with_header.parameters == {"p": 1, "X": "y"}

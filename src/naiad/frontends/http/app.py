@@ -75,20 +75,25 @@ class HttpFrontend:
 
     def accept(self, exchange: Exchange) -> None:
         """Refuses what has no route, no key, or the wrong method, before its body is read."""
-        route = self._routes.find(exchange.path)
+        head = exchange.head
+        if head.memo is not None:
+            return
+        route = self._routes.find(head.path)
         if route is None:
             exchange.response_bytes(404, PLAIN, _NOT_FOUND)
             return
         restriction = route.restriction
-        if restriction is not None and exchange.headers.get(restriction.key.lower()) != restriction.value:
+        if restriction is not None and head.headers.get(restriction.key.lower()) != restriction.value:
             text = f"This API is restricted, expecting header '{restriction.key}'"
             exchange.response_bytes(403, PLAIN, error_document(text))
-        elif exchange.method not in route.methods:
+        elif head.method not in route.methods:
             exchange.response_bytes(405, route.error_headers, _METHOD_NOT_ALLOWED)
+        else:
+            # All of this depends on the head alone, which will come again.
+            head.memo = route
 
     def handle(self, exchange: Exchange) -> None:
-        route = self._routes.find(exchange.path)
-        assert route is not None, "this is a bug: a request without a route was accepted"
+        route: Route = exchange.head.memo
         try:
             later = route.handler(exchange, *route.arguments)
         except NaiadError as error:

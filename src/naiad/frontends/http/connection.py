@@ -11,6 +11,7 @@ can answer at once does so before the call returns. Knows nothing of routes.
 import asyncio
 import enum
 from collections.abc import Callable
+from contextlib import suppress
 from http import HTTPStatus
 from typing import Any, Protocol
 
@@ -63,6 +64,98 @@ class RequestHeaders:
         return [(name.decode("latin-1"), value.decode("latin-1")) for name, value in self._pairs]
 
 
+class Head:
+    """What the head of a request says. Clients send the same head again and again, so heads are kept and shared."""
+
+    __slots__ = (
+        "body_size",
+        "expects_invitation",
+        "headers",
+        "is_chunked",
+        "is_http_1_0",
+        "keep_alive",
+        "memo",
+        "method",
+        "path",
+    )
+
+    def __init__(self, data: bytes) -> None:
+        """Raises HttpParserError."""
+        reading = _HeadReader()
+        self.headers = headers = reading.headers
+        parser = reading.parser
+        with suppress(httptools.HttpParserUpgrade):  # an offer that is not taken up
+            parser.feed_data(data)
+        self.method: str = parser.get_method().decode("latin-1")
+        self.path = _path(reading.url)
+        self.keep_alive = reading.keep_alive
+        self.is_http_1_0 = parser.get_http_version() == "1.0"
+        length = headers.get("content-length")
+        self.body_size = int(length) if length else 0
+        self.is_chunked = headers.get("transfer-encoding") is not None
+        expect = headers.get("expect")
+        self.expects_invitation = expect is not None and expect.lower() == "100-continue"
+        #: Whatever the application has found out about requests with this head.
+        self.memo: Any = None
+
+
+class _HeadReader:
+    """Takes down what the parser finds in a head."""
+
+    def __init__(self) -> None:
+        self.headers = RequestHeaders()
+        self.url = b""
+        self.keep_alive = False
+        self.parser = httptools.HttpRequestParser(self)
+
+    def on_url(self, url: bytes) -> None:
+        self.url += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self.headers.add(name, value)
+
+    def on_headers_complete(self) -> None:
+        # Asked later, of a request without a body, the parser speaks of the next message.
+        self.keep_alive = self.parser.should_keep_alive()
+
+
+class _Chunks:
+    """The body of a request in chunks."""
+
+    def __init__(self, head: bytes) -> None:
+        self.parts: list[bytes] = []
+        self.size = 0
+        self.count = 0
+        self.is_complete = False
+        #: Another request began behind this one, in the same read.
+        self.is_followed = False
+        self._parser = httptools.HttpRequestParser(self)
+        self._parser.feed_data(head)
+
+    def feed(self, data: bytes) -> None:
+        """Raises HttpParserError."""
+        self._parser.feed_data(data)
+
+    def on_message_begin(self) -> None:
+        self.is_followed = self.is_complete
+
+    def on_body(self, body: bytes) -> None:
+        if not self.is_followed:
+            self.parts.append(body)
+            self.size += len(body)
+
+    def on_chunk_header(self) -> None:
+        self.count += 1
+
+    def on_message_complete(self) -> None:
+        self.is_complete = True
+
+
+#: Heads seen, up to this size and number.
+_KEPT_HEAD_SIZE = 1024
+_KEPT_HEADS = 4096
+
+
 class Stream:
     """A reply that is sent in chunks, as they come."""
 
@@ -87,34 +180,40 @@ class Exchange:
     __slots__ = (
         "_connection",
         "body",
-        "headers",
+        "head",
         "is_answered",
-        "is_http_1_0",
         "is_streaming",
         "keep_alive",
-        "method",
         "on_disconnect",
-        "path",
     )
 
-    def __init__(self, connection: "Connection", method: str, path: str, headers: RequestHeaders, keep_alive: bool):
+    def __init__(self, connection: "Connection", head: Head, keep_alive: bool) -> None:
         self._connection = connection
-        self.method = method
-        self.path = path
-        self.headers = headers
+        self.head = head
         self.keep_alive = keep_alive
         self.body: bytes | memoryview = b""
-        self.is_http_1_0 = False
         self.is_answered = False
         self.is_streaming = False
         self.on_disconnect: Callable[[], None] | None = None
+
+    @property
+    def method(self) -> str:
+        return self.head.method
+
+    @property
+    def path(self) -> str:
+        return self.head.path
+
+    @property
+    def headers(self) -> RequestHeaders:
+        return self.head.headers
 
     @property
     def connection_header(self) -> bytes:
         """What has to be said about the connection: that it ends, or to an old client that it goes on."""
         if not self.keep_alive:
             return b"connection: close\r\n"
-        return b"connection: keep-alive\r\n" if self.is_http_1_0 else b""
+        return b"connection: keep-alive\r\n" if self.head.is_http_1_0 else b""
 
     @property
     def client(self) -> str:
@@ -129,9 +228,9 @@ class Exchange:
         self.on_disconnect = None
         connection = self._connection
         end = b"content-length: %d\r\n\r\n" % len(body)
-        if self.connection_header:
+        if not self.keep_alive or self.head.is_http_1_0:
             end = self.connection_header + end
-        if self.method == "HEAD":
+        if self.head.method == "HEAD":
             body = b""
         head = _head(status, headers) + end
         if len(body) <= _IN_PLACE:
@@ -145,7 +244,7 @@ class Exchange:
         """Begins a reply in chunks; `end_stream` is due after the last one."""
         self._begin()
         end = b"transfer-encoding: chunked\r\n\r\n"
-        if self.connection_header:
+        if not self.keep_alive or self.head.is_http_1_0:
             end = self.connection_header + end
         self._connection.write(_head(status, headers) + end)
         self.is_streaming = True
@@ -205,10 +304,11 @@ class _State(enum.Enum):
 
 
 class Connections(set["Connection"]):
-    """The open connections of a listener."""
+    """The open connections of a listener, and the heads that have come through them."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.heads: dict[bytes, Head] = {}
         self._changed = asyncio.Event()
 
     def lost(self, connection: "Connection") -> None:
@@ -233,21 +333,13 @@ class Connection(asyncio.BufferedProtocol):
         self._state = _State.HEAD
         #: What has come of a head that is not complete.
         self._head = b""
-        self._headers = RequestHeaders()
-        self._url = b""
-        self._parser: Any = None
-        self._keep_alive = False
         #: The request whose body is being received or which is being handled.
         self._request: Exchange | None = None
         #: A body of known length, where it goes and how much of it is there; bytes to drop of a refused one.
         self._body: memoryview | None = None
         self._expected = 0
         self._received = 0
-        #: A body in chunks.
-        self._parts: list[bytes] = []
-        self._size = 0
-        self._chunks = 0
-        self._is_complete = False
+        self._chunks: _Chunks | None = None
         #: What the client has sent of its next requests.
         self._rest = b""
         self._paused = False
@@ -364,66 +456,69 @@ class Connection(asyncio.BufferedProtocol):
 
     def _begin(self, data: bytes, end: int) -> None:
         """The head of a request ends at `end` of `data`."""
-        headers = self._headers = RequestHeaders()
-        self._url = b""
-        parser = self._parser = httptools.HttpRequestParser(self)
-        try:
-            parser.feed_data(data[:end])
-        except httptools.HttpParserUpgrade:
-            pass  # an offer that is not taken up: the request is answered as it is
-        except httptools.HttpParserError as error:
-            self._refuse(400, f"malformed HTTP request: {error}")
-            return
-        keep_alive = self._keep_alive and not self._closing
-        request = Exchange(self, parser.get_method().decode("latin-1"), _path(self._url), headers, keep_alive)
-        request.is_http_1_0 = parser.get_http_version() == "1.0"
-        self._request = request
-        length = headers.get("content-length")
-        self._expected = expected = int(length) if length else 0
+        text = data[:end]
+        heads = self._connections.heads
+        head = heads.get(text)
+        if head is None:
+            try:
+                head = Head(text)
+            except httptools.HttpParserError as error:
+                self._refuse(400, f"malformed HTTP request: {error}")
+                return
+            if end <= _KEPT_HEAD_SIZE:
+                if len(heads) >= _KEPT_HEADS:
+                    heads.clear()
+                heads[text] = head
+        request = self._request = Exchange(self, head, head.keep_alive and not self._closing)
+        self._expected = expected = head.body_size
         self._state = _State.ACCEPTING
         self._application.accept(request)
-        is_chunked = headers.get("transfer-encoding") is not None
-        body_and_rest = data[end:]
+        received = data[end:]
         if request.is_answered:
-            self._after_refusal(request, body_and_rest, is_chunked)
+            self._after_refusal(request, received)
         elif expected > MAX_BODY:
             self._refuse(413, f"a body of {expected} bytes is more than the {MAX_BODY} that are accepted")
-        elif is_chunked:
+        elif head.is_chunked:
             self._state = _State.CHUNKS
-            self._parts = []
-            self._size = self._chunks = 0
-            self._is_complete = False
-            self._invite(headers, body_and_rest)
-            self._receive_chunks(body_and_rest)
-        elif len(body_and_rest) >= expected:
-            self._handle(body_and_rest[:expected], body_and_rest[expected:])
+            self._chunks = _Chunks(text)
+            self._invite(head, received)
+            self._receive_chunks(received)
+        elif len(received) == expected:
+            self._handle(received, b"")
+        elif len(received) > expected:
+            self._handle(received[:expected], received[expected:])
         else:
             self._state = _State.BODY
-            self._body = np.empty(min(expected, max(_AT_ONCE, len(body_and_rest))), np.uint8).data
-            self._body[: len(body_and_rest)] = body_and_rest
-            self._received = len(body_and_rest)
-            self._invite(headers, body_and_rest)
+            self._body = np.empty(min(expected, max(_AT_ONCE, len(received))), np.uint8).data
+            self._body[: len(received)] = received
+            self._received = len(received)
+            self._invite(head, received)
             self._progress()
 
-    def _invite(self, headers: RequestHeaders, received: bytes) -> None:
-        expect = headers.get("expect")
-        if expect is not None and expect.lower() == "100-continue" and not received:
+    def _invite(self, head: Head, received: bytes) -> None:
+        if head.expects_invitation and not received:
             self.write(_CONTINUE)
 
     def _receive_chunks(self, data: bytes) -> None:
+        chunks = self._chunks
+        assert chunks is not None
         self._progress()
         try:
-            self._parser.feed_data(data)
+            chunks.feed(data)
         except httptools.HttpParserError as error:
             self._refuse(400, f"malformed HTTP request: {error}")
             return
-        if self._size > MAX_BODY:
+        if chunks.size > MAX_BODY:
             self._refuse(413, f"a body of more than {MAX_BODY} bytes is not accepted")
-        elif self._chunks > MAX_CHUNKS:
+        elif chunks.count > MAX_CHUNKS:
             self._refuse(400, f"a body of more than {MAX_CHUNKS} chunks is not accepted")
-        elif self._is_complete:
-            parts, self._parts = self._parts, []
-            self._handle(b"".join(parts), b"")
+        elif chunks.is_complete:
+            self._chunks = None
+            assert self._request is not None
+            if chunks.is_followed:
+                # Where the next request begins is not known: it is not taken up, and its sender asks again.
+                self._request.keep_alive = False
+            self._handle(b"".join(chunks.parts), b"")
 
     def _handle(self, body: bytes | memoryview, rest: bytes) -> None:
         request = self._request
@@ -458,9 +553,9 @@ class Connection(asyncio.BufferedProtocol):
             rest, self._rest = self._rest, b""
             self._receive(rest)
 
-    def _after_refusal(self, request: Exchange, received: bytes, is_chunked: bool) -> None:
+    def _after_refusal(self, request: Exchange, received: bytes) -> None:
         """The request was answered before its body was read: a small body is dropped, for another one we hang up."""
-        if is_chunked or self._expected > _MAX_DROPPED:
+        if request.head.is_chunked or self._expected > _MAX_DROPPED:
             request.keep_alive = False
             self._next(request)
             return
@@ -492,35 +587,6 @@ class Connection(asyncio.BufferedProtocol):
 
     def _progress(self) -> None:
         self.waiting_since = asyncio.get_running_loop().time()
-
-    # ---------------------------------------------------------------- called by the parser
-
-    def on_url(self, url: bytes) -> None:
-        self._url += url
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        self._headers.add(name, value)
-
-    def on_message_begin(self) -> None:
-        # Another request behind a chunked one, in the same read: it is not taken up, the client asks again.
-        if self._is_complete and self._state is _State.CHUNKS and self._request is not None:
-            self._request.keep_alive = False
-
-    def on_headers_complete(self) -> None:
-        # Asked later, of a request without a body, the parser speaks of the next message.
-        self._keep_alive = self._parser.should_keep_alive()
-
-    def on_body(self, body: bytes) -> None:
-        if not self._is_complete:
-            self._parts.append(body)
-            self._size += len(body)
-
-    def on_chunk_header(self) -> None:
-        self._chunks += 1
-
-    def on_message_complete(self) -> None:
-        # Bodies of known length do not pass through the parser.
-        self._is_complete = self._state is _State.CHUNKS
 
 
 def _path(url: bytes) -> str:
