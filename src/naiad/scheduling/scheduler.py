@@ -85,7 +85,7 @@ class Call:
         self.deadline_ns = 0
         self.cancelled = False
         self.ended = False
-        #: The batch that took the call and its place there; what `withdraw` needs to find it again.
+        #: The batch that took the call and its place there, or what else `withdraw` needs to find it again.
         self.execution: Any = None
         self.index = 0
 
