@@ -198,6 +198,10 @@ def _trace_setting(text: str) -> Setting:
     return Setting(scope, key, value)
 
 
+def _trace_level(text: str) -> Setting:
+    return _trace_setting(f"level={text}")
+
+
 def _metrics_setting(text: str) -> tuple[str, str]:
     """One `--metrics-config`: the name and the text of a setting that `MetricsSettings` understands."""
     key, value = _key_value(text, "--metrics-config", "<setting>=<value>", text)
@@ -639,10 +643,25 @@ class ServerOptions:
     trace_config: tuple[Setting, ...] = _tracing(
         "--trace-config",
         (),
-        "A global trace setting (level, rate, count, mode), or one of the modes triton and opentelemetry.",
+        "A setting of the traces: level, rate, count, mode; triton,file; triton,log-frequency; opentelemetry,url; "
+        "opentelemetry,resource.",
         parse=_trace_setting,
         metavar="[mode,]setting=value",
         repeatable=True,
+    )
+    trace_file: str = _tracing("--trace-file", "", "Deprecated: --trace-config=triton,file=<path>.", metavar="path")
+    trace_level: tuple[Setting, ...] = _tracing(
+        "--trace-level",
+        (),
+        "Deprecated: --trace-config=level=<level>.",
+        parse=_trace_level,
+        metavar="OFF|TIMESTAMPS|TENSORS",
+        repeatable=True,
+    )
+    trace_rate: int | None = _tracing("--trace-rate", None, "Deprecated: --trace-config=rate=<number>.", kind=int)
+    trace_count: int | None = _tracing("--trace-count", None, "Deprecated: --trace-config=count=<number>.", kind=int)
+    trace_log_frequency: int | None = _tracing(
+        "--trace-log-frequency", None, "Deprecated: --trace-config=triton,log-frequency=<number>.", kind=int
     )
 
     backend_directory: str = _backends(
@@ -758,6 +777,18 @@ class ServerOptions:
 #: Field name -> option, in the order of the help.
 OPTIONS: dict[str, Option] = {field.name: field.metadata["option"] for field in dataclasses.fields(ServerOptions)}
 
+    @property
+    def trace_settings(self) -> tuple[Setting, ...]:
+        """The settings of the deprecated flags, and after them, since the last one counts, those of --trace-config."""
+        flags = (
+            ("triton", "file", self.trace_file or None),
+            ("", "rate", self.trace_rate),
+            ("", "count", self.trace_count),
+            ("triton", "log-frequency", self.trace_log_frequency),
+        )
+        given = tuple(Setting(scope, key, str(value)) for scope, key, value in flags if value is not None)
+        return self.trace_level + given + self.trace_config
+
 #: Flags of Triton's server that this one does not have, and why: they are refused, never ignored.
 REFUSED: dict[str, str] = {
     "--model-namespacing": "a model name must be unique across all repositories here",
@@ -781,11 +812,6 @@ REFUSED: dict[str, str] = {
     "--host-policy": "models are not bound to NUMA nodes or cores",
     "--model-load-gpu-limit": "the server does not limit the GPU memory of models",
     "--response-cache-byte-size": "use --cache-config=local,size=<bytes>",
-    "--trace-file": "use --trace-config=triton,file=<path>",
-    "--trace-level": "use --trace-config=level=<OFF|TIMESTAMPS|TENSORS>",
-    "--trace-rate": "use --trace-config=rate=<number>",
-    "--trace-count": "use --trace-config=count=<number>",
-    "--trace-log-frequency": "use --trace-config=triton,log-frequency=<number>",
 }
 
 

@@ -168,7 +168,7 @@ class Server:
 
     @asynccontextmanager
     async def _traces(self) -> AsyncIterator[TraceSettings]:
-        traces = TraceSettings.of(self.options.trace_config, self.log.exception)
+        traces = TraceSettings.of(self.options.trace_settings, self.log.exception)
         try:
             yield traces
         finally:

@@ -43,7 +43,7 @@ class TritonPythonModel:
         answers = []
         for request in requests:
             text = pb_utils.get_input_tensor_by_name(request, "DO").as_numpy().item(0).decode()
-            names = dict(globals(), answer="{answer}", result=None, responses=None)
+            names = dict(globals(), request=request, answer="{answer}", result=None, responses=None)
             exec(text, names)
             if names["responses"] is not None:
                 return names["responses"]

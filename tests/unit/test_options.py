@@ -39,6 +39,27 @@ def test_every_field_has_an_option_and_its_flag_is_its_name():
         assert OPTIONS[field.name].repeatable == (field.default == ())
 
 
+def test_deprecated_flags_of_the_trace_are_settings_below_those_of_trace_config():
+    chosen = options(
+        trace_file=["/t.json"],
+        trace_level=["TIMESTAMPS", "TENSORS"],
+        trace_rate=["5"],
+        trace_count=["7"],
+        trace_log_frequency=["9"],
+        trace_config=["rate=6"],
+    )
+    assert [(setting.scope, setting.key, setting.value) for setting in chosen.trace_settings] == [
+        ("", "level", "TIMESTAMPS"),
+        ("", "level", "TENSORS"),
+        ("triton", "file", "/t.json"),
+        ("", "rate", "5"),
+        ("", "count", "7"),
+        ("triton", "log-frequency", "9"),
+        ("", "rate", "6"),
+    ]
+    assert options().trace_settings == ()
+
+
 def test_no_flag_is_said_twice():
     flags = [flag for option in OPTIONS.values() for flag in (option.flag, *option.aliases)]
     assert len(flags) == len(set(flags))
@@ -144,6 +165,7 @@ def test_wrong_values_are_named(name, text, message):
         ("trace_config", "level=NO", "invalid value for trace level option: no"),
         ("trace_config", "zzz,a=1", 'invalid value for trace mode option: zzz. Available options are "triton"'),
         ("trace_config", "rate=x", "Invalid option value. Got x"),
+        ("trace_level", "NO", "invalid value for trace level option: no"),
         ("trace_config", "foo", "Got foo"),
         ("cache_config", "local", "No cache specified."),
         ("cache_config", "local,size", "Got local,size"),
