@@ -3,7 +3,6 @@
 Error texts about a configuration are those of Triton's PyTorch backend.
 """
 
-import sys
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
@@ -31,7 +30,7 @@ class PyTorchBackend(ArrayBackend):
         self._program = _program(model, self._device, self._settings)
 
         def warn(text: str) -> None:
-            model.services.log("WARNING", text, "backend.py", sys._getframe(1).f_lineno)
+            settings.log(model, "WARNING", text)
 
         self._binding = self._program.forward.bind(model.name, model.config, self._device, warn)
         self._results = Results(model.name, model.config, self._device)

@@ -4,7 +4,6 @@ Exported programs say everything. TorchScript and modules say what their argumen
 shape they are; where the configuration knows that, a run on zeros shows the outputs.
 """
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,6 +35,7 @@ def complete(model: ModelContext) -> ConfigDict | None:
     kind: Any = next((it for it in kinds if it in ("KIND_GPU", "KIND_MODEL")), "KIND_CPU")
     device = Device(model.name, InstanceContext(model.name, kind))
     chosen = settings.read(model.parameters)
+    settings.apply(chosen, model)
     program = loading.load(model, device, chosen)
     if isinstance(program.forward, Tree):
         _from_tree(model, config, inputs, outputs, program, program.forward)
@@ -43,8 +43,9 @@ def complete(model: ModelContext) -> ConfigDict | None:
         _name_inputs(model, inputs, program.forward)
         config["input"] = inputs
         if not inputs:
-            _log(
+            settings.log(
                 model,
+                "INFO",
                 f"cannot complete the inputs of model '{model.name}': {program.forward.describe()}; what is saved says"
                 " nothing of their data_type and dims",
             )
@@ -73,8 +74,9 @@ def _from_tree(
     paths = [path for path, _ in found]
     results: list[Declared] = [leaf for _, leaf in found]
     if any(it.shape is None or it.datatype is None for it in (*declared, *results)):
-        _log(
+        settings.log(
             model,
+            "INFO",
             f"cannot complete the configuration of model '{model.name}': {tree.describe()}; it returns"
             f" {', '.join(repr(name) for name in leaf_names(paths))}; a compiled package says"
             " nothing of data_type and dims",
@@ -87,8 +89,9 @@ def _from_tree(
         text = model.settings.get("default-max-batch-size", "4")
         max_batch_size = int(text) if text.isdigit() else 0
         config["max_batch_size"] = max_batch_size
-        _log(
+        settings.log(
             model,
+            "INFO",
             f"autofilled max_batch_size to {max_batch_size} for model '{model.name}' since batching is supported but no"
             " max_batch_size is specified in model configuration. Must specify max_batch_size to utilize autofill with a"
             " larger max batch size",
@@ -146,8 +149,9 @@ def _name_inputs(model: ModelContext, inputs: list[dict[str, Any]], forward: For
             inputs[at]["name"] = f"INPUT__{at}"
     incomplete = [tensor["name"] for tensor in inputs if not _is_whole(tensor)]
     if incomplete:
-        _log(
+        settings.log(
             model,
+            "INFO",
             f"cannot complete the inputs {', '.join(incomplete)} of model '{model.name}': what is saved says nothing of"
             " their data_type and dims",
         )
@@ -191,8 +195,9 @@ def _probe(
             continue
         break
     else:
-        _log(
+        settings.log(
             model,
+            "INFO",
             f"cannot complete the outputs of model '{model.name}': a run on zeros, to see what it returns, failed:"
             f" {problem}",
         )
@@ -202,7 +207,9 @@ def _probe(
         try:
             second = result(2 * extent, batch)
         except Exception as error:
-            _log(model, f"model '{model.name}' takes {extent}, not {2 * extent}, for its dynamic dims: {error}")
+            settings.log(
+                model, "INFO", f"model '{model.name}' takes {extent}, not {2 * extent}, for its dynamic dims: {error}"
+            )
     _write_outputs(model, config, outputs, first, second, batch)
 
 
@@ -240,8 +247,9 @@ def _write_outputs(
         _fill(tensor, declared, batch > 0)
     config["output"] = outputs
     order = "" if has_order(first) else ", by name"
-    _log(
+    settings.log(
         model,
+        "INFO",
         f"completed the outputs of model '{model.name}' from a run on zeros{order}: it returned {describe(first)}",
     )
 
@@ -268,7 +276,3 @@ def _extents(leaf: Any) -> tuple[int, ...]:
     if isinstance(leaf, torch.Tensor):
         return tuple(leaf.shape)
     return np.shape(np.array(leaf, np.object_)) if isinstance(leaf, list) else ()
-
-
-def _log(model: ModelContext, message: str) -> None:
-    model.services.log("INFO", message, "completion.py", sys._getframe(1).f_lineno)

@@ -26,7 +26,7 @@ from naiad.backends.pytorch.arguments import (
     forward_of_module,
     forward_of_script,
 )
-from naiad.backends.pytorch.settings import Settings
+from naiad.backends.pytorch.settings import Settings, log
 from naiad.backends.pytorch.structures import UNKNOWN, Declared
 from naiad.backends.pytorch.tensors import Device
 from naiad.errors import Internal, InvalidArgument, NaiadError, Unavailable
@@ -171,7 +171,7 @@ def _module(model: ModelContext, path: Path, device: Device, settings: Settings)
     if weights.is_file():
         module.load_state_dict(_state(weights))
     else:
-        model.services.log("INFO", f"Model parameter file not found for '{model.name}'", "loading.py", 0)
+        log(model, "INFO", f"Model parameter file not found for '{model.name}'")
     if device.device is not None:
         module.to(device.device)
     module.eval()
@@ -217,7 +217,7 @@ def _module_class(model: ModelContext, module: Any) -> type[torch.nn.Module]:
         text = (
             f"model '{model.name}' is the class {free[0].__name__} of {module.__file__}, the first by name ({others})"
         )
-        model.services.log("INFO", text, "loading.py", 0)
+        log(model, "INFO", text)
     return free[0]
 
 

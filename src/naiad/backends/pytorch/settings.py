@@ -4,10 +4,12 @@ Some of PyTorch's switches belong to the whole process: with `--isolation=model`
 """
 
 import json
+import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 
@@ -64,7 +66,7 @@ def apply(settings: Settings, model: ModelContext) -> None:
             message = (
                 f"INTER_OP_THREAD_COUNT of model '{model.name}' stays at {torch.get_num_interop_threads()}: {error}"
             )
-            model.services.log("WARNING", message, "settings.py", 0)
+            log(model, "WARNING", message)
     if not settings.cudnn:
         torch.backends.cudnn.enabled = False
     if settings.jit_executor is not None:
@@ -75,16 +77,27 @@ def apply(settings: Settings, model: ModelContext) -> None:
         torch._C._jit_set_texpr_fuser_enabled(settings.tensor_fuser)
 
 
-@contextmanager
-def running(settings: Settings) -> Iterator[None]:
+def running(settings: Settings) -> AbstractContextManager[Any]:
     """The modes a batch runs in; PyTorch keeps them per thread."""
+    mode: AbstractContextManager[Any] = torch.inference_mode() if settings.inference_mode else torch.no_grad()
+    return mode if settings.optimized_execution else _unoptimized(mode)
+
+
+@contextmanager
+def _unoptimized(mode: AbstractContextManager[Any]) -> Iterator[None]:
     optimized = torch._C._get_graph_executor_optimize()
-    torch._C._set_graph_executor_optimize(settings.optimized_execution)
+    torch._C._set_graph_executor_optimize(False)
     try:
-        with torch.inference_mode() if settings.inference_mode else torch.no_grad():
+        with mode:
             yield
     finally:
         torch._C._set_graph_executor_optimize(optimized)
+
+
+def log(model: ModelContext, level: Literal["WARNING", "INFO"], message: str) -> None:
+    """A line in the server's log, as of the caller."""
+    caller = sys._getframe(1)
+    model.services.log(level, message, Path(caller.f_code.co_filename).name, caller.f_lineno)
 
 
 def _boolean(parameters: Mapping[str, str], key: str, default: Any) -> Any:
