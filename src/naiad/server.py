@@ -5,16 +5,18 @@ more, front ends stop accepting, what is in flight gets `--exit-timeout-secs` to
 """
 
 import asyncio
+import resource
 import signal
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import uvloop
 
 from naiad import __version__
 from naiad.engine import Engine
+from naiad.errors import Unavailable
 from naiad.frontends.grpc.options import GrpcOptions
 from naiad.frontends.grpc.server import GrpcFrontend
 from naiad.frontends.http.app import HttpFrontend
@@ -38,10 +40,22 @@ from naiad.telemetry.system import SystemMetrics
 from naiad.telemetry.tables import show_models
 from naiad.telemetry.trace import TraceSettings
 
+#: How many descriptors the server wants to have, if it may.
+_FILES = 1 << 20
+
 
 def serve(options: ServerOptions) -> int:
     """Runs a server until a signal ends it; the exit status. Raises NaiadError if it cannot be created."""
+    _raise_file_limit()
     return uvloop.run(_serve(options))
+
+
+def _raise_file_limit() -> None:
+    """A connection is a descriptor, an instance some more: the usual soft limit of 1024 is for programs that `select`."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _FILES if hard == resource.RLIM_INFINITY else min(hard, _FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 async def _serve(options: ServerOptions) -> int:
@@ -107,6 +121,7 @@ class Server:
         self.unreadable = False
         self._stack = AsyncExitStack()
         self._close_by = 0.0
+        self._in_time = True
 
     async def start(self) -> None:
         """Loads the models and listens. Raises NaiadError for a port or an option that cannot be had."""
@@ -122,7 +137,7 @@ class Server:
                 await self._stack.aclose()
         except TimeoutError:
             return False
-        return time.monotonic() <= self._close_by + 1
+        return self._in_time
 
     @asynccontextmanager
     async def _running(self) -> AsyncIterator[None]:
@@ -155,7 +170,7 @@ class Server:
                         yield
                         engine.exiting()
             finally:
-                await manager.close(max(0.0, self._close_by - time.monotonic()))
+                self._in_time = await manager.close(max(0.0, self._close_by - time.monotonic()))
 
     @asynccontextmanager
     async def _store(self) -> AsyncIterator[Store | None]:
@@ -230,10 +245,22 @@ class Server:
         self, engine: Engine, regions: Regions, metrics: Metrics, traces: TraceSettings
     ) -> AsyncIterator[None]:
         options, log = self.options, self.log
-        async with AsyncExitStack() as stack:
+        listening: list[AbstractAsyncContextManager[Any]] = []
+
+        async def listen(frontend: AbstractAsyncContextManager[Any]) -> None:
+            await frontend.__aenter__()
+            listening.append(frontend)
+
+        try:
             if options.allow_grpc:
                 grpc = GrpcFrontend(engine, GrpcOptions.of(options), regions, traces, log)
-                await stack.enter_async_context(grpc)
+                try:
+                    await listen(grpc)
+                except OSError as error:
+                    raise Unavailable(
+                        f"failed to start gRPC service at {options.grpc_address}:{options.grpc_port}: {error}. "
+                        "Choose another address or port, or end what uses it."
+                    ) from error
                 log.info(f"Started GRPCInferenceService at {options.grpc_address}:{grpc.port}")
             if options.allow_http:
                 http = HttpFrontend(
@@ -250,13 +277,16 @@ class Server:
                     log_settings=log,
                     grace_s=options.exit_timeout_secs,
                 )
-                await stack.enter_async_context(http)
+                await listen(http)
                 log.info(f"Started HTTPService at {options.http_address}:{options.http_port}")
             if options.allow_metrics:
                 address = options.metrics_bind_address
-                await stack.enter_async_context(MetricsFrontend(metrics.scrape, address, options.metrics_port))
+                await listen(MetricsFrontend(metrics.scrape, address, options.metrics_port))
                 log.info(f"Started Metrics Service at {address}:{options.metrics_port}")
             yield
+        finally:
+            # All at once: none may accept while another waits for its last requests.
+            await asyncio.gather(*(frontend.__aexit__(None, None, None) for frontend in listening))
 
     @asynccontextmanager
     async def _watching(self, manager: ModelManager) -> AsyncIterator[None]:

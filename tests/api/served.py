@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -205,6 +206,20 @@ class Client:
         with self._connected() as client:
             return bool(client.is_model_ready(model, version))
 
+    def statistics(self, model: str) -> dict[str, int]:
+        """Counts of the newest version: inferences, executions, requests that fail and that wait."""
+        with self._connected() as client:
+            if self.protocol == "http":
+                found = client.get_inference_statistics(model)["model_stats"][-1]
+            else:
+                found = client.get_inference_statistics(model, as_json=True)["model_stats"][-1]
+        ended = found["inference_stats"]
+        return {
+            "inferences": int(found.get("inference_count", 0)),
+            "executions": int(found.get("execution_count", 0)),
+            "failures": int(ended.get("fail", {}).get("count", 0)),
+        }
+
     def config(self, model: str) -> dict[str, Any]:
         with self._connected() as client:
             if self.protocol == "http":
@@ -290,6 +305,15 @@ class Server:
             return False
         finally:
             connection.close()
+
+    def pending(self, model: str, version: int = 1) -> int:
+        """The requests that wait for an instance."""
+        line = f'nv_inference_pending_request_count{{model="{model}",version="{version}"}} '
+        return int(float(self.metrics().split(line)[1].split()[0]))
+
+    def metrics(self) -> str:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.ports[2]}/metrics", timeout=30) as answer:
+            return str(answer.read().decode())
 
     def says(self, text: str) -> None:
         """Waits for a text in the log."""

@@ -53,7 +53,7 @@ def test_in_flight_finishes_while_the_model_is_unloaded(explicit, client, name, 
     running = explicit.ask(client.do, name, gate.do)
     gate.reached()
     waiting = explicit.ask(client.do, name)  # in the queue, behind the one that runs
-    until(lambda: f'nv_inference_pending_request_count{{model="{name}",version="1"}} 1' in metrics(explicit), "waits")
+    until(lambda: explicit.pending(name) == 1, "waits")
     client.unload(name)
     assert client.index()[name, "1"][0] == "UNLOADING"
     assert "has no available versions" in error_of(client.do, name)
@@ -79,13 +79,6 @@ def test_a_model_can_be_loaded_while_its_last_version_is_still_unloading(explici
     until(lambda: len(explicit.named(f"naiad:{name}")) == 1, "the old host has ended")
     assert client.index()[name, "1"] == ("READY", "")
     client.unload(name)
-
-
-def metrics(server):
-    import urllib.request
-
-    with urllib.request.urlopen(f"http://127.0.0.1:{server.ports[2]}/metrics", timeout=30) as answer:
-        return answer.read().decode()
 
 
 def blocking_load(tmp_path, tag):

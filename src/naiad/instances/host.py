@@ -127,6 +127,7 @@ class Host:
 
     def __init__(self, control: socket.socket, backend: type[Any], exclusive: bool) -> None:
         self._control = BlockingChannel(control, _control_decoder)
+        self._zygote = os.getppid()
         self._backend = backend
         self._exclusive = exclusive
         self._jobs: queue.SimpleQueue[tuple[ToHost, list[int]]] = queue.SimpleQueue()
@@ -167,6 +168,9 @@ class Host:
                     target.cancel(frame.batch, frame.index)
             else:
                 self._jobs.put((frame, fds))
+        if os.getppid() != self._zygote:
+            # Nobody else will end what models have started; this process is one of the group.
+            os.killpg(0, signal.SIGKILL)
         # Model code may hold any lock or thread: nothing but leaving at once is sure to end.
         os._exit(0)
 

@@ -6,6 +6,7 @@ libraries start theirs at their first use, which is in a host, and are left alon
 stay with the hosts. The zygote is the parent of the hosts, so it says how they ended; when the server ends, they do.
 """
 
+import contextlib
 import ctypes
 import gc
 import os
@@ -58,6 +59,12 @@ def _restore_openblas_environment() -> str:
     if saved:
         os.environ["OPENBLAS_NUM_THREADS"] = saved
     return saved
+
+
+def _end_group(pid: int) -> None:
+    """Ends what a host that has ended, and was not waited for yet, has started."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
 
 
 class Zygote:
@@ -128,6 +135,8 @@ class Zygote:
 
     def _become_host(self, fork: Fork, control: int) -> None:
         try:
+            # What a model starts is of this group, and ends with the host.
+            os.setpgid(0, 0)
             self._channel.close()
             for pidfd in self._children:
                 os.close(pidfd)
@@ -142,6 +151,7 @@ class Zygote:
             os._exit(1)
 
     def _reap(self, pidfd: int) -> None:
+        _end_group(self._children[pidfd])
         result = os.waitid(os.P_PIDFD, pidfd, os.WEXITED)
         pid = self._children.pop(pidfd)
         self._poll.unregister(pidfd)
@@ -161,6 +171,7 @@ class Zygote:
                     signal.pidfd_send_signal(pidfd, signal.SIGKILL)
                 deadline = time.monotonic() + 60
             for pidfd in ended:
+                _end_group(self._children[pidfd])
                 os.waitid(os.P_PIDFD, pidfd, os.WEXITED)
                 self._poll.unregister(pidfd)
                 del self._children[pidfd]

@@ -29,6 +29,9 @@ from naiad.repository.overrides import check_model_name
 from naiad.repository.snapshot import ModelDirectory, Snapshot, versions_for
 from naiad.telemetry.log import Log
 
+#: What versions whose requests have ended get in any case, to unload when the server ends.
+_UNLOAD_S = 1.0
+
 State = Literal["LOADING", "READY", "UNLOADING", "UNAVAILABLE"]
 
 #: How Triton prefixes the text of an error that became a version's state.
@@ -646,8 +649,9 @@ class ModelManager:
         while any(record.loading is not None or self._is_pending(record) for record in self._records.values()):
             await self._next_change()
 
-    async def close(self, timeout_s: float) -> None:
-        """Unloads everything; versions whose requests do not end within `timeout_s` are closed all the same."""
+    async def close(self, timeout_s: float) -> bool:
+        """Unloads everything; versions whose requests do not end within `timeout_s` are closed all the same. Whether
+        there were none."""
         self._accepting = False
         for record in self._records.values():
             self._drop(record)
@@ -655,11 +659,13 @@ class ModelManager:
         for load in self._loads:
             load.cancel()
         if self._tasks:
-            await asyncio.wait(self._tasks, timeout=timeout_s)
-        for model in list(self._made_of):
+            await asyncio.wait(self._tasks, timeout=timeout_s + _UNLOAD_S)
+        given_up = [model for model in self._made_of if model.is_leased]
+        for model in given_up:
             model.give_up()
         while self._tasks:
             await asyncio.wait(self._tasks)
+        return not given_up
 
 
 def _load_failed(name: str, reason: str) -> InvalidArgument:

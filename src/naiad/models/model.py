@@ -67,6 +67,10 @@ class Model:
         failures = [instance.failure for instance in self.instances]
         return failures[0] if failures and all(failures) else None
 
+    @property
+    def is_leased(self) -> bool:
+        return self._leases > 0
+
     def lease(self) -> None:
         if self._closing and not self._leases:
             raise Unavailable(f"Request for unknown model: '{self.name}' version {self.version} is not at ready state")

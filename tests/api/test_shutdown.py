@@ -1,0 +1,130 @@
+"""How servers end, and starts that come to nothing. `Server.wait` sees to it that no process is left, every time."""
+
+import http.client
+import os
+import signal
+import socket
+import time
+
+import pytest
+from served import Gate, Server, error_of, free_ports, until
+
+
+def accepts(port):
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=5).close()
+    except ConnectionRefusedError:
+        return False
+    return True
+
+
+def test_what_is_in_flight_ends_before_the_server_does(repository, tmp_path):
+    gate = Gate(tmp_path)
+    repository.doer("model")
+    repository.doer("idle")
+    with Server(repository).started() as server:
+        known = http.client.HTTPConnection("127.0.0.1", server.ports[0])
+        known.request("GET", "/v2/health/ready")
+        assert known.getresponse().read() == b""
+        running = server.ask(server.http.do, "model", gate.do)
+        gate.reached()
+        waiting = [server.ask(client.do, "model") for client in (server.grpc, server.http)]
+        until(lambda: server.pending("model") == 2, "both wait")
+        server.signal(signal.SIGTERM)
+        until(lambda: not accepts(server.ports[0]), "no connection is accepted")
+        assert error_of(server.grpc.do, "model")
+        assert server.process.poll() is None
+        assert not running.done()
+        gate.open()
+        assert running.result(60) == "model 1"
+        assert [answer.result(60) for answer in waiting] == ["model 1", "model 1"]
+        assert server.wait() == 0
+        known.close()
+
+
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
+def test_a_model_that_is_stuck_does_not_keep_the_server(repository, tmp_path, protocol):
+    gate = Gate(tmp_path)
+    repository.doer("model")
+    with Server(repository, flags=("--exit-timeout-secs=1",)).started() as server:
+        running = server.ask(server.client(protocol).do, "model", gate.do)
+        gate.reached()
+        began = time.monotonic()
+        server.signal(signal.SIGTERM)
+        assert server.wait(20) == 1
+        assert time.monotonic() - began < 10
+        assert "Exit timeout expired" in server.log
+        assert running.exception(20) is not None
+
+
+def test_a_model_that_never_finalizes_does_not_keep_the_server(repository):
+    folder = repository.doer("model")
+    with (folder / "1" / "model.py").open("a") as file:
+        file.write("\n\n    def finalize(self):\n        time.sleep(1000)\n")
+    with Server(repository, flags=("--exit-timeout-secs=1",)).started() as server:
+        assert server.http.do("model") == "model 1"
+        server.signal(signal.SIGTERM)
+        assert server.wait(20) in (0, 1)
+
+
+def test_a_signal_during_the_start_ends_it(repository, tmp_path):
+    begun = tmp_path / "begun"
+    repository.doer("model", initialize=f"pathlib.Path({str(begun)!r}).touch(); time.sleep(1000)")
+    with Server(repository) as server:
+        until(begun.exists, "the model is being loaded")
+        server.signal(signal.SIGINT)
+        assert server.wait(20) == 0
+        assert "Traceback" not in server.log
+
+
+def test_signals_in_a_row_are_one(repository, tmp_path):
+    gate = Gate(tmp_path)
+    repository.doer("model")
+    with Server(repository).started() as server:
+        running = server.ask(server.http.do, "model", gate.do)
+        gate.reached()
+        for _ in range(3):
+            server.signal(signal.SIGINT)
+            server.signal(signal.SIGTERM)
+        until(lambda: not accepts(server.ports[0]), "no connection is accepted")
+        gate.open()
+        assert running.result(60) == "model 1"
+        assert server.wait() == 0
+
+
+@pytest.mark.parametrize("which", [0, 1, 2], ids=["http", "grpc", "metrics"])
+def test_a_port_that_is_taken_is_an_error(repository, which):
+    repository.doer("model")
+    ports = free_ports(3)
+    with socket.create_server(("127.0.0.1", ports[which])), Server(repository, ports=ports) as server:
+        assert server.wait() == 1
+        assert f"127.0.0.1:{ports[which]}" in server.log
+        assert "Traceback" not in server.log
+
+
+def test_a_killed_server_leaves_no_process(repository, tmp_path):
+    gate = Gate(tmp_path)
+    repository.doer("busy")
+    repository.doer("idle")
+    repository.doer("deaf", initialize="signal.signal(signal.SIGTERM, signal.SIG_IGN)")
+    repository.doer("parent")
+    with Server(repository).started() as server:
+        server.ask(error_of, server.http.do, "busy", gate.do)
+        gate.reached()
+        server.http.do("parent", "import subprocess; subprocess.Popen(['sleep', '1000'])")
+        assert len(server.pids()) >= 6
+        server.signal(signal.SIGKILL)
+        assert server.wait() == -signal.SIGKILL
+
+
+def test_what_models_have_started_ends_with_them(repository):
+    repository.doer("model")
+    with Server(repository).started() as server:
+        child = int(server.http.do("model", "import subprocess; result = subprocess.Popen(['sleep', '1000']).pid"))
+        fork = int(server.http.do("model", "pid = os.fork()\nif not pid:\n time.sleep(1000)\nresult = pid"))
+        assert {child, fork} <= set(server.pids())
+        os.kill(server.named("naiad:model")[0], signal.SIGKILL)
+        until(lambda: not {child, fork} & set(server.pids()), "they have ended")
+        assert server.http.do("model") == "model 1"
+        server.http.do("model", "import subprocess; subprocess.Popen(['sleep', '1000'])")
+        assert server.stop() == 0
