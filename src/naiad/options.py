@@ -669,7 +669,18 @@ class ServerOptions:
         "/opt/tritonserver/backends",
         "Directory with backends in subdirectories: <backend>/model.py serves the models that name the backend.",
         metavar="path",
-        available=False,
+    )
+    environment_directory: str = _backends(
+        "--environment-directory",
+        "",
+        "Where the Python environments that models bring along are kept. Default: the user's cache directory.",
+        metavar="path",
+    )
+    model_requirements: bool = _backends(
+        "--model-requirements",
+        True,
+        "Whether requirements.txt of a Python model is installed in an environment for it, or left alone.",
+        kind=bool,
     )
     backend_config: tuple[BackendSetting, ...] = _backends(
         "--backend-config",
@@ -766,17 +777,6 @@ class ServerOptions:
         """Whether model configurations are completed from model files."""
         return not (self.disable_auto_complete_config or self.strict_model_config)
 
-    def backend_settings(self, backend: str) -> dict[str, str]:
-        """The settings of `--backend-config` for one backend, above those for all, above the defaults."""
-        settings = {"default-max-batch-size": "4"}
-        for scope in ("", backend):
-            settings.update({s.key: s.value for s in self.backend_config if s.backend == scope})
-        return settings
-
-
-#: Field name -> option, in the order of the help.
-OPTIONS: dict[str, Option] = {field.name: field.metadata["option"] for field in dataclasses.fields(ServerOptions)}
-
     @property
     def trace_settings(self) -> tuple[Setting, ...]:
         """The settings of the deprecated flags, and after them, since the last one counts, those of --trace-config."""
@@ -788,6 +788,17 @@ OPTIONS: dict[str, Option] = {field.name: field.metadata["option"] for field in 
         )
         given = tuple(Setting(scope, key, str(value)) for scope, key, value in flags if value is not None)
         return self.trace_level + given + self.trace_config
+
+    def backend_settings(self, backend: str) -> dict[str, str]:
+        """The settings of `--backend-config` for one backend, above those for all, above the defaults."""
+        settings = {"default-max-batch-size": "4"}
+        for scope in ("", backend):
+            settings.update({s.key: s.value for s in self.backend_config if s.backend == scope})
+        return settings
+
+
+#: Field name -> option, in the order of the help.
+OPTIONS: dict[str, Option] = {field.name: field.metadata["option"] for field in dataclasses.fields(ServerOptions)}
 
 #: Flags of Triton's server that this one does not have, and why: they are refused, never ignored.
 REFUSED: dict[str, str] = {

@@ -5,23 +5,23 @@ more, front ends stop accepting, what is in flight gets `--exit-timeout-secs` to
 """
 
 import asyncio
-import resource
 import signal
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import uvloop
 
 from naiad import __version__
 from naiad.engine import Engine
-from naiad.errors import Unavailable
 from naiad.frontends.grpc.options import GrpcOptions
 from naiad.frontends.grpc.server import GrpcFrontend
 from naiad.frontends.http.app import HttpFrontend
 from naiad.frontends.http.metrics import MetricsFrontend
 from naiad.instances.hosts import Hosts
+from naiad.instances.provision import Environments, default_directory
 from naiad.messages import InferRequest, ResponseSink
 from naiad.model_calls import ModelCalls
 from naiad.models.loader import ModelLoader
@@ -215,6 +215,12 @@ class Server:
             lookup=lookup,
             store=store,
             limiter=RateLimiter(options.rate_limit_resource) if options.rate_limit == "execution_count" else None,
+            environments=Environments(
+                Path(options.environment_directory) if options.environment_directory else default_directory(),
+                install=options.model_requirements,
+                info=self.log.info,
+            ),
+            backend_directory=Path(options.backend_directory),
         )
         return ModelManager(
             sources=sources,

@@ -10,18 +10,41 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 
-from naiad.errors import Unavailable
+import naiad
+from naiad.errors import InvalidArgument, Unavailable
 from naiad.instances.channel import LoopChannel
 from naiad.instances.frames import Exited, Fork, Forked, FromZygote, Hello, Start
 from naiad.instances.zygote import SAVED_OPENBLAS
 
 #: Importing a framework from a cold disk can take minutes, but not for ever.
 _START_TIMEOUT_S = 300.0
+#: Makes a zygote of an interpreter that need not have naiad: the server lends it what it misses, at the end of the
+#: path, where the compiled modules of the server are also those of that interpreter.
+_BORROW = """
+import runpy, sys
+version, *lent = sys.argv.pop().split("\\n")
+if version == "%d.%d" % sys.version_info[:2]:
+    sys.path += [entry for entry in lent if entry not in sys.path]
+runpy.run_module("naiad.instances.zygote", run_name="__main__", alter_sys=True)
+"""
+_PROBE = """
+import importlib.util, sys
+print("%d.%d" % sys.version_info[:2], importlib.util.find_spec("naiad") is not None)
+"""
+_OWN_VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
+
 #: How long after a host's end the zygote may take to say how it ended.
 _STATUS_TIMEOUT_S = 1.0
+
+
+def _lent() -> list[str]:
+    """The folders of naiad and of what it needs."""
+    installed = [entry for entry in sys.path if Path(entry).name in ("site-packages", "dist-packages")]
+    return [str(Path(naiad.__file__).parent.parent), *installed]
 
 
 def exit_text(status: int, by_signal: bool) -> str:
@@ -102,9 +125,15 @@ class _Zygote:
         environment = dict(os.environ)
         environment[SAVED_OPENBLAS] = environment.get("OPENBLAS_NUM_THREADS", "")
         environment["OPENBLAS_NUM_THREADS"] = "1"
+        command = [interpreter, "-P", "-m", "naiad.instances.zygote", str(theirs.fileno()), backend]
+        if interpreter != sys.executable:
+            borrowed = "\n".join([_OWN_VERSION, *_lent()])
+            command = [interpreter, "-P", "-c", _BORROW, str(theirs.fileno()), backend, borrowed]
+            # Programs that models start are those of the environment, as if it were activated.
+            environment["PATH"] = f"{Path(interpreter).parent}{os.pathsep}{environment.get('PATH', os.defpath)}"
         try:
             self._process = subprocess.Popen(
-                [interpreter, "-P", "-m", "naiad.instances.zygote", str(theirs.fileno()), backend],
+                command,
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
                 env=environment,
@@ -177,8 +206,8 @@ class _Zygote:
         if not self.hello.done():
             if self._interpreter != sys.executable:
                 error = Unavailable(
-                    f"{error.message}; its Python environment is that of {self._interpreter}, in which naiad must be"
-                    " installed"
+                    f"{error.message}; its Python environment is that of {self._interpreter}. What it said is in the"
+                    " server's log."
                 )
             self.hello.set_exception(error)
             self.hello.exception()
@@ -209,6 +238,7 @@ class BackendEnvironment:
         self._zygote: _Zygote | None = None
         self._ending: list[_Zygote] = []
         self._fork_count = 0
+        self._is_known = interpreter == sys.executable
 
     @property
     def pid(self) -> int | None:
@@ -217,6 +247,9 @@ class BackendEnvironment:
 
     async def start(self) -> Hello:
         """Starts the zygote unless it lives. Raises NaiadError: unknown backend, missing or broken import."""
+        if not self._is_known:
+            await self._probe()
+            self._is_known = True
         return await self._hello(self._living_zygote())
 
     async def fork(self, name: str, exclusive: bool) -> Child:
@@ -235,6 +268,34 @@ class BackendEnvironment:
         for zygote in self._ending:
             await asyncio.shield(zygote.ended)
         self._ending.clear()
+
+    async def _probe(self) -> None:
+        """Raises InvalidArgument for an interpreter that cannot run naiad, neither its own nor the server's."""
+        try:
+            process = await asyncio.create_subprocess_exec(
+                self._interpreter,
+                "-c",
+                _PROBE,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                cwd="/",
+            )
+        except OSError as error:
+            raise Unavailable(
+                f"cannot start '{self._interpreter}' for backend '{self.backend}': {error.strerror}"
+            ) from error
+        output, _ = await process.communicate()
+        said = output.decode(errors="replace").strip()
+        version, _, has_naiad = said.rpartition("\n")[2].partition(" ")
+        if process.returncode != 0:
+            raise InvalidArgument(f"'{self._interpreter}' is no Python that works: {said}")
+        if version != _OWN_VERSION and has_naiad != "True":
+            raise InvalidArgument(
+                f"backend '{self.backend}' cannot run in the Python environment of {self._interpreter}: that is Python "
+                f"{version}, the server is Python {_OWN_VERSION} and can lend its packages to the same version only. Make "
+                f"the environment with Python {_OWN_VERSION}, or install naiad in it"
+            )
 
     def _living_zygote(self) -> _Zygote:
         zygote = self._zygote

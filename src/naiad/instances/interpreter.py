@@ -4,7 +4,8 @@
     --backend-config=tensorflow,old=/opt/tf-2.17                 gives it a name, for `version=old` and for models
     parameters { key: "NAIAD_ENVIRONMENT" value { string_value: "old" } }     this model only, by name or by path
 
-An environment is a folder with `bin/python`, or an interpreter. Naiad must be installed in it.
+An environment is a folder with `bin/python`, or an interpreter. Naiad need not be installed in it if it is of the
+server's Python version (3.11, say): what it lacks it has from the server.
 """
 
 import sys
@@ -18,7 +19,7 @@ ENVIRONMENT_SETTING = "version"
 
 
 def interpreter_of(model: str, backend: str, settings: Mapping[str, str], parameters: Mapping[str, str]) -> str:
-    """The path of the interpreter for a model. Raises InvalidArgument where there is none."""
+    """The path of the interpreter for a model, which may be the server's. Raises InvalidArgument where there is none."""
     chosen = parameters.get(ENVIRONMENT_PARAMETER)
     if chosen is None:
         chosen = settings.get(ENVIRONMENT_SETTING, "")

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable, Mapping
+from importlib.metadata import entry_points
 from pathlib import Path
 
 from naiad.backends.api import InstanceContext
@@ -11,7 +12,9 @@ from naiad.config.read import Draft, finish, prepare, read_labels
 from naiad.config.validate import resolve_ensemble
 from naiad.instances.hosts import HostedModel, Hosts, ModelSpec
 from naiad.instances.instance import Instance
-from naiad.instances.interpreter import interpreter_of
+from naiad.instances.interpreter import ENVIRONMENT_PARAMETER, interpreter_of
+from naiad.instances.provision import Environments
+from naiad.instances.references import GROUP
 from naiad.instances.thread import ThreadModel
 from naiad.messages import InferRequest, InferStatistics, ModelStatistics, ResponseSink
 from naiad.models.manager import Source
@@ -41,6 +44,8 @@ class ModelLoader:
         infer_statistics: Callable[[], InferStatistics],
         infer: Callable[[InferRequest, ResponseSink, Model], Call],
         lookup: Callable[[str, int], Model],
+        environments: Environments,
+        backend_directory: Path,
         store: Store | None = None,
         limiter: NoLimiter | RateLimiter | None = None,
     ) -> None:
@@ -53,6 +58,8 @@ class ModelLoader:
         self._lookup = lookup
         self._store = store
         self._limiter = limiter or NoLimiter()
+        self._environments = environments
+        self._backend_directory = backend_directory
 
     async def load(self, source: Source, version: int) -> Model:
         """Loads one version. Raises NaiadError; then nothing of it is left."""
@@ -64,17 +71,29 @@ class ModelLoader:
         version_directory = source.directory.versions[version].directory
         settings = dict(self._backend_settings(draft.backend))
         parameters = {key: value.string_value for key, value in draft.proto.parameters.items()}
+        path = version_directory / (draft.proto.default_model_filename or f"model.{draft.backend}")
+        shared_code = self._python_based(draft.backend)
+        if shared_code is not None:
+            path = shared_code
+        interpreter = None
+        if (draft.backend == "python" or shared_code is not None) and ENVIRONMENT_PARAMETER not in parameters:
+            interpreter = await self._environments.interpreter(
+                draft.name, Path(draft.directory), version_directory, path.parent, parameters
+            )
+        if interpreter is None:
+            interpreter = interpreter_of(draft.name, draft.backend, settings, parameters)
         hosted = await self._hosts.open(
             ModelSpec(
                 name=draft.name,
                 version=version,
                 directory=draft.directory,
                 version_directory=version_directory,
-                path=version_directory / (draft.proto.default_model_filename or f"model.{draft.backend}"),
+                path=path,
                 backend=draft.backend,
                 settings=settings,
                 parameters=parameters,
-                interpreter=interpreter_of(draft.name, draft.backend, settings, parameters),
+                reference="python" if shared_code is not None else "",
+                interpreter=interpreter,
             )
         )
         try:
@@ -82,6 +101,13 @@ class ModelLoader:
         except BaseException:
             await hosted.close(0)
             raise
+
+    def _python_based(self, backend: str) -> Path | None:
+        """The model.py of a backend that is written as a Python model for all models that name it."""
+        if entry_points(group=GROUP, name=backend):
+            return None
+        path = self._backend_directory / backend / "model.py"
+        return path if path.is_file() else None
 
     async def _load_into(self, hosted: HostedModel | ThreadModel, draft: Draft, version: int, start: float) -> Model:
         proposal = await hosted.complete(prepare(draft)) if self._auto_complete else None

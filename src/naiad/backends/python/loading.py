@@ -20,8 +20,9 @@ def model_class(path: Path) -> Any:
     """`TritonPythonModel` of the file `path`, imported anew.
 
     The module is named `<folder>.<file>`, for example `1.model`, so that relative imports work. The folder and its
-    parent go to the end of `sys.path`, and stay there for later imports of the model. Raises what the file raises,
-    and Internal for a file that cannot be a model.
+    parent go to the end of `sys.path`, and stay there for later imports of the model. The file of a Python-based
+    backend, whose folder has the backend's name, is a module by itself: its folder would hide the library of that
+    name. Raises what the file raises, and Internal for a file that cannot be a model.
     """
     if not path.is_file():
         raise Internal(f"Python model file not found in '{path}'")
@@ -30,6 +31,8 @@ def model_class(path: Path) -> Any:
     for name in NAMES:
         sys.modules[name] = pb_utils
     folder = path.parent
+    if not folder.name.isdigit():
+        return _single_module(path).TritonPythonModel
     for entry in (str(folder), str(folder.parent), _IMPORTABLE):
         if entry not in sys.path:
             sys.path.append(entry)
@@ -40,6 +43,18 @@ def model_class(path: Path) -> Any:
     name = f"{folder.name}.{path.stem}"
     __import__(name)
     return sys.modules[name].TritonPythonModel
+
+
+def _single_module(path: Path) -> ModuleType:
+    for entry in (str(path.parent), _IMPORTABLE):
+        if entry not in sys.path:
+            sys.path.append(entry)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    sys.modules[path.stem] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def _forget(package: str) -> None:

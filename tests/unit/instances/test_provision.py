@@ -1,0 +1,207 @@
+"""Environments that models bring along: found, unpacked and installed once, and what is said when they cannot be."""
+
+import asyncio
+import io
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from naiad.errors import InvalidArgument, Unavailable
+from naiad.instances.provision import Environments
+
+
+class Lab:
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.model = root / "models" / "m"
+        self.version = self.model / "1"
+        self.version.mkdir(parents=True)
+        self.said: list[str] = []
+        self.environments = self.fresh()
+
+    def fresh(self, install: bool = True) -> Environments:
+        return Environments(self.root / "cache", install=install, info=self.said.append)
+
+    async def interpreter(self, value: str = "", code: Path | None = None, name: str = "m") -> str | None:
+        parameters = {"EXECUTION_ENV_PATH": value} if value else {}
+        return await self.environments.interpreter(name, self.model, self.version, code or self.version, parameters)
+
+
+@pytest.fixture
+def lab(tmp_path: Path) -> Lab:
+    return Lab(tmp_path)
+
+
+def archive(path: Path, **files: str) -> Path:
+    with tarfile.open(path, "w:gz") as tar:
+        for name, text in {"bin/python": "#!/bin/sh\n", **{k.replace("__", "/"): v for k, v in files.items()}}.items():
+            info = tarfile.TarInfo(name)
+            info.size, info.mode = len(text), 0o755
+            tar.addfile(info, io.BytesIO(text.encode()))
+    return path
+
+
+def is_file(path: Path) -> bool:
+    return path.is_file()
+
+
+def interrupt(cache: Path, interpreter: Path) -> Path:
+    """As if the only environment had been left half made; something that is in its way."""
+    (folder,) = [path for path in cache.iterdir() if path.is_dir()]
+    interpreter.unlink()
+    folder.with_name(folder.name + ".complete").unlink()
+    (folder / "rest").touch()
+    return folder / "rest"
+
+
+def output_of(interpreter: str, code: str) -> str:
+    return subprocess.run([interpreter, "-c", code], capture_output=True, text=True, check=True).stdout
+
+
+async def test_most_models_bring_nothing(lab: Lab) -> None:
+    assert await lab.interpreter() is None
+
+
+async def test_a_folder_is_taken_as_it_is(lab: Lab) -> None:
+    folder = lab.model / "environment"
+    (folder / "bin").mkdir(parents=True)
+    (folder / "bin" / "python3").touch()
+    assert await lab.interpreter("$$TRITON_MODEL_DIRECTORY/environment") == str(folder / "bin" / "python3")
+    (folder / "bin" / "python").touch()
+    assert await lab.interpreter(str(folder)) == str(folder / "bin" / "python")
+    assert not (lab.root / "cache").exists()
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("/nowhere/env.tar.gz", "unable to load model 'm': there is no '/nowhere/env.tar.gz' (EXECUTION_ENV_PATH)"),
+        ("$$TRITON_MODEL_DIRECTORY/1", "is no Python environment, expected bin/python in it"),
+        ("$$TRITON_MODEL_DIRECTORY/broken.tar.gz", "cannot unpack the Python environment"),
+    ],
+)
+async def test_what_is_no_environment_is_said(lab: Lab, value: str, text: str) -> None:
+    (lab.model / "broken.tar.gz").write_bytes(b"broken")
+    for _ in range(2):
+        with pytest.raises(InvalidArgument) as caught:
+            await lab.interpreter(value)
+        assert text in caught.value.message
+
+
+async def test_an_archive_is_unpacked_once_for_all_who_have_it(lab: Lab) -> None:
+    archive(lab.model / "env.tar.gz")
+    value = "$$TRITON_MODEL_DIRECTORY/env.tar.gz"
+    found = set(await asyncio.gather(*[lab.interpreter(value) for _ in range(3)]))
+    lab.environments = lab.fresh()
+    found.add(await lab.interpreter(value))
+    (interpreter,) = found
+    assert is_file(Path(str(interpreter)))
+    assert Path(str(interpreter)).parents[2] == lab.root / "cache"
+    assert len(lab.said) == 1
+
+
+async def test_an_archive_half_unpacked_is_unpacked_again(lab: Lab) -> None:
+    archive(lab.model / "env.tar.gz")
+    interpreter = Path(str(await lab.interpreter(str(lab.model / "env.tar.gz"))))
+    rest = interrupt(lab.root / "cache", interpreter)
+    assert await lab.interpreter(str(lab.model / "env.tar.gz")) == str(interpreter)
+    assert is_file(interpreter)
+    assert not is_file(rest)
+
+
+async def test_another_archive_of_the_same_name_is_another_environment(lab: Lab) -> None:
+    path = str(archive(lab.model / "env.tar.gz"))
+    first = await lab.interpreter(path)
+    archive(lab.model / "env.tar.gz", lib__more="x")
+    assert await lab.interpreter(path) != first
+
+
+async def test_nothing_is_unpacked_outside(lab: Lab) -> None:
+    archive(lab.model / "env.tar.gz", **{"..__..__out": "x"})
+    with pytest.raises(InvalidArgument, match="cannot unpack"):
+        await lab.interpreter(str(lab.model / "env.tar.gz"))
+    assert not (lab.root / "out").exists()
+
+
+async def test_conda_unpack_is_run(lab: Lab) -> None:
+    path = archive(lab.model / "env.tar.gz", bin__python='#!/bin/sh\nexec /bin/sh "$@"\n')
+    # The archive's own interpreter, a shell here, runs it.
+    with tarfile.open(path, "w:gz") as tar:
+        for name, text in [
+            ("bin/python", '#!/bin/sh\nexec /bin/sh "$@"\n'),
+            ("bin/conda-unpack", "echo done > unpacked\n"),
+        ]:
+            info = tarfile.TarInfo(name)
+            info.size, info.mode = len(text), 0o755
+            tar.addfile(info, io.BytesIO(text.encode()))
+    interpreter = Path(str(await lab.interpreter(str(path))))
+    assert (interpreter.parents[1] / "unpacked").read_text() == "done\n"
+
+
+async def test_the_archive_of_a_backend_is_for_its_models(lab: Lab) -> None:
+    backend = lab.root / "backends" / "own"
+    backend.mkdir(parents=True)
+    archive(backend / "pb_exec_env_model.py.tar.gz")
+    assert await lab.interpreter(code=backend) is not None
+    (lab.model / "env" / "bin").mkdir(parents=True)
+    (lab.model / "env" / "bin" / "python").touch()
+    assert await lab.interpreter(str(lab.model / "env"), code=backend) == str(lab.model / "env" / "bin" / "python")
+
+
+# ---------------------------------------------------------------- requirements.txt; nothing is fetched from anywhere
+
+
+def wheel(folder: Path) -> Path:
+    path = folder / "naiad_test_thing-1.0-py3-none-any.whl"
+    info = "naiad_test_thing-1.0.dist-info"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("naiad_test_thing.py", "VALUE = 7\n")
+        archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: naiad-test-thing\nVersion: 1.0\n")
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
+    return path
+
+
+async def test_what_the_server_has_needs_no_environment(lab: Lab) -> None:
+    (lab.model / "requirements.txt").write_text("numpy\nmsgspec  # both are here\n")
+    assert await lab.interpreter() is None
+    assert lab.said == []
+
+
+async def test_what_it_lacks_is_installed_once(lab: Lab) -> None:
+    wheel(lab.version)
+    (lab.version / "requirements.txt").write_text("./naiad_test_thing-1.0-py3-none-any.whl\n")
+    interpreter = await lab.interpreter()
+    assert interpreter is not None
+    assert output_of(interpreter, "import naiad_test_thing; print(naiad_test_thing.VALUE)") == "7\n"
+    assert len(lab.said) == 1
+    lab.environments = lab.fresh()
+    assert await lab.interpreter(name="other") == interpreter
+    assert len(lab.said) == 1
+    lab.environments = lab.fresh(install=False)
+    assert await lab.interpreter() is None
+
+
+async def test_what_cannot_be_installed_is_said_with_pip_s_words(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    (lab.model / "requirements.txt").write_text("naiad-test-nothing\n")
+    for _ in range(2):
+        with pytest.raises(Unavailable) as caught:
+            await lab.interpreter()
+        assert caught.value.message.startswith("unable to load model 'm': its ")
+        assert "No matching distribution found for naiad-test-nothing" in caught.value.message
+
+
+async def test_a_directory_that_cannot_be_written(lab: Lab) -> None:
+    (lab.root / "cache").touch()
+    archive(lab.model / "env.tar.gz")
+    with pytest.raises(Unavailable, match="--environment-directory"):
+        await lab.interpreter(str(lab.model / "env.tar.gz"))
+
+
+def test_the_interpreter_of_these_tests_has_pip() -> None:
+    assert subprocess.run([sys.executable, "-m", "pip", "--version"], capture_output=True, check=False).returncode == 0
