@@ -23,7 +23,7 @@ STOPPED = "Server is stopping, scheduler for model has stopped accepting new inf
 class Execution:
     """A batch on its way through an instance; implements `instances.instance.Execution`."""
 
-    __slots__ = ("calls", "instance", "requests", "rows", "scheduler", "total_rows", "unanswered")
+    __slots__ = ("calls", "instance", "is_traced", "requests", "rows", "scheduler", "total_rows", "unanswered")
 
     def __init__(self, scheduler: "DynamicScheduler", calls: list[Call], total_rows: int, instance: Instance) -> None:
         self.scheduler = scheduler
@@ -33,11 +33,13 @@ class Execution:
         self.requests: Sequence[InferRequest] = [call.request for call in calls]
         self.rows: Sequence[int] = [call.rows for call in calls]
         self.unanswered = len(calls)
+        self.is_traced = False
         for index, call in enumerate(calls):
             call.execution = self
             call.index = index
             if call.request.trace is not None:
                 call.request.trace.executing()
+                self.is_traced = True
 
     def cancelled(self, index: int) -> bool:
         return self.calls[index].cancelled
@@ -177,7 +179,8 @@ class DynamicScheduler:
             times = ComputeTimes(now, now, now, now)
             succeeded = False
         count_execution(self._statistics, execution.calls, execution.total_rows, times, succeeded)
-        trace_execution(execution.requests, times)
+        if execution.is_traced:
+            trace_execution(execution.requests, times)
         self._ask()
 
     async def close(self) -> None:

@@ -518,6 +518,15 @@ class TraceSettings:
         return any(self._usable(sampler.values) for sampler in (self._global, *self._models.values()))
 
 
+def off() -> TraceSettings:
+    """For servers that trace nothing."""
+    return TraceSettings(Values(), "", _no_report)
+
+
+def _no_report(text: str, error: BaseException) -> None:
+    """Nothing is written, so nothing fails."""
+
+
 def _global_values(settings: Sequence[Setting]) -> tuple[str, Values]:
     """The mode, and what is set for both modes."""
     mode, off = "triton", False

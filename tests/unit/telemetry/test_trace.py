@@ -175,7 +175,7 @@ def test_wrong_settings_of_the_command_line(given):
 
 
 def test_without_the_extra_the_mode_opentelemetry_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "opentelemetry", None)
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
     monkeypatch.delitem(sys.modules, "naiad.telemetry.opentelemetry", raising=False)
     with pytest.raises(InvalidArgument, match=r"pip install 'naiad\[otel\]'"):
         TraceSettings.of([Setting("", "mode", "opentelemetry")], fail)

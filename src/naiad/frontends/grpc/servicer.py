@@ -27,7 +27,7 @@ from naiad.messages import (
 from naiad.options import Restriction
 from naiad.protocol.proto_codec import Reply, decode, parse_request, parse_version
 from naiad.protocol.regions import Regions, is_local_peer
-from naiad.telemetry.trace import TraceSettings
+from naiad.telemetry.trace import TraceSettings, off
 
 SERVICE = "inference.GRPCInferenceService"
 HEALTH_SERVICE = "grpc.health.v1.Health"
@@ -103,6 +103,7 @@ class Servicer:
         self._engine = engine
         self._regions = regions
         self._trace_settings = trace_settings
+        self._traces = off() if trace_settings is None else trace_settings
         self._log_settings = log_settings
         self._forward = re.compile(forward) if forward else None
         self._guards = {
@@ -125,8 +126,7 @@ class Servicer:
         """Begins the unary inference asked for by the bytes of a ModelInferRequest."""
         if self._inference_guard is not None:
             _check(self._inference_guard, metadata)
-        traces = self._trace_settings
-        start_ns = time.monotonic_ns() if traces is not None and traces.active else 0
+        start_ns = time.monotonic_ns() if self._traces.active else 0
         message, raw = parse_request(data)
         version = parse_version(message.model_version)
         model = self._engine.model(message.model_name, version)
@@ -135,8 +135,8 @@ class Servicer:
         request, reply = decode(message, raw, model.config, self._regions, version, peer)
         if self._forward is not None:
             request = self._forwarded(request, metadata, self._forward)
-        if start_ns and traces is not None:
-            request = traces.follow(request, "GRPC", start_ns, partial(_header, metadata))
+        if start_ns:
+            request = self._traces.follow(request, "GRPC", start_ns, partial(_header, metadata))
         sink.expect(model, reply)
         return self._engine.infer(request, sink)
 
@@ -156,13 +156,12 @@ class Servicer:
         sink: InferenceSink,
     ) -> Call:
         """Begins one inference of a stream, whose sink knows how to answer a model of any kind."""
-        traces = self._trace_settings
-        start_ns = time.monotonic_ns() if traces is not None and traces.active else 0
+        start_ns = time.monotonic_ns() if self._traces.active else 0
         request, reply = decode(message, raw, model.config, self._regions, version, peer)
         if self._forward is not None:
             request = self._forwarded(request, metadata, self._forward)
-        if start_ns and traces is not None:
-            request = traces.follow(request, "GRPC", start_ns, partial(_header, metadata))
+        if start_ns:
+            request = self._traces.follow(request, "GRPC", start_ns, partial(_header, metadata))
         sink.expect(model, reply)
         return self._engine.infer(request, sink)
 

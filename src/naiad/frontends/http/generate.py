@@ -1,17 +1,18 @@
 """POST .../generate and .../generate_stream: one JSON object, or server-sent events. On the event loop."""
 
 import asyncio
+import time
 from collections import deque
 
 from naiad.errors import InvalidArgument, NaiadError
 from naiad.frontends.http.connection import Exchange, Stream
-from naiad.frontends.http.inference import HeaderForwarding, InferenceEngine, ServedModel, start_of
+from naiad.frontends.http.inference import HeaderForwarding, InferenceEngine, ServedModel
 from naiad.frontends.http.replies import EVENTS, JSON
 from naiad.messages import InferResponse, Result
 from naiad.protocol.generate_codec import decode_generate, generate_document
 from naiad.protocol.json_codec import DEFAULT_MAX_INPUT_SIZE
 from naiad.protocol.json_text import dump, error_document
-from naiad.telemetry.trace import TraceSettings
+from naiad.telemetry.trace import TraceSettings, off
 
 #: A stream whose client reads so slowly that this much has gathered is ended.
 _MAX_BACKLOG = 64 << 20
@@ -82,7 +83,7 @@ class Generation:
         max_input_size: int = DEFAULT_MAX_INPUT_SIZE,
         traces: TraceSettings | None = None,
     ) -> None:
-        self._traces = traces
+        self._traces = off() if traces is None else traces
         self._engine = engine
         self._forwarding = forwarding
         self._max_input_size = max_input_size
@@ -101,9 +102,9 @@ class Generation:
             raise InvalidArgument("Unsupported content-encoding, only 'identity' is supported.")
         body = exchange.body
         forwarded = self._forwarding(headers)
-        start_ns = start_of(self._traces)
+        start_ns = time.monotonic_ns() if self._traces.active else 0
         request = decode_generate(body, model.config, version, forwarded, self._max_input_size)
-        if start_ns and self._traces is not None:
+        if start_ns:
             request = self._traces.follow(request, "HTTP", start_ns, headers.get)
         responses = _Responses(keep_all=stream)
         call = self._engine.infer(request, responses)

@@ -27,7 +27,7 @@ from naiad.protocol.json_codec import (
 )
 from naiad.protocol.outputs import OutputPlan
 from naiad.protocol.regions import Regions, is_local_peer
-from naiad.telemetry.trace import TraceSettings
+from naiad.telemetry.trace import TraceSettings, off
 
 #: JSON texts from this many bytes on are read and written in a thread, so that the loop goes on.
 LARGE = 1 << 20
@@ -160,7 +160,7 @@ class Inference:
         self._regions = regions
         self._forwarding = forwarding
         self._max_input_size = max_input_size
-        self._traces = traces
+        self._traces = off() if traces is None else traces
         self._tasks: set[asyncio.Task[None]] = set()
 
     def infer(self, exchange: Exchange, name: str, version: int) -> Coroutine[Any, Any, None] | None:
@@ -183,7 +183,7 @@ class Inference:
         if json_size >= LARGE:
             return self._infer_slowly(exchange, model, version)
         try:
-            start_ns = start_of(self._traces)
+            start_ns = time.monotonic_ns() if self._traces.active else 0
             request, plan = self._decode(exchange, model, version, body, json_size)
             self._submit(exchange, model, request, plan, start_ns)
         except NaiadError as error:
@@ -198,7 +198,7 @@ class Inference:
             body = await asyncio.to_thread(decompress, bytes(body), self._max_input_size)
         json_size = header_length(headers.get("inference-header-content-length"), len(body))
         try:
-            start_ns = start_of(self._traces)
+            start_ns = time.monotonic_ns() if self._traces.active else 0
             request, plan = await asyncio.to_thread(self._decode, exchange, model, version, body, json_size)
             self._submit(exchange, model, request, plan, start_ns)
         except NaiadError as error:
@@ -226,7 +226,7 @@ class Inference:
                 )
         accepted = exchange.headers.get("accept-encoding")
         encoding = None if accepted is None else choose(accepted)
-        if start_ns and self._traces is not None:
+        if start_ns:
             request = self._traces.follow(request, "HTTP", start_ns, exchange.headers.get)
         call = self._engine.infer(request, _Reply(exchange, plan, model, regions, encoding, self._tasks))
         if not exchange.is_answered:
@@ -244,11 +244,6 @@ class Inference:
             _no_region(name, offset, byte_size)
         assert self._regions is not None
         return self._regions.output(name, offset, byte_size, is_local_peer(exchange.client)).write
-
-
-def start_of(traces: TraceSettings | None) -> int:
-    """When reading a request begins that may be traced; 0 where nothing is."""
-    return time.monotonic_ns() if traces is not None and traces.active else 0
 
 
 _NO_REGIONS: dict[str, RegionOutput] = {}
