@@ -152,6 +152,7 @@ def _module(job: Job) -> Any:
     import torch
 
     if Path(job.source).exists():
+        _find_code_beside(job)
         loaded = torch.load(job.source, map_location="cpu", weights_only=False)
         if not isinstance(loaded, torch.nn.Module):
             raise InvalidArgument(
@@ -187,6 +188,11 @@ def _module(job: Job) -> Any:
     return module
 
 
+def _find_code_beside(job: Job) -> None:
+    """A pickle names the modules its classes are in: they may be here, or beside it."""
+    sys.path[:0] = ["", str(Path(job.source).absolute().parent)]
+
+
 def _described(job: Job, names: Sequence[str], required: Sequence[str]) -> tuple[Input, ...]:
     """Inputs in the order of forward(), from --shape or from the file of inputs."""
     if job.shapes:
@@ -213,6 +219,7 @@ def _sklearn(job: Job) -> Source:
     import joblib
     from sklearn.base import is_classifier, is_clusterer, is_regressor
 
+    _find_code_beside(job)
     model = joblib.load(job.source)
     if job.shapes:
         inputs = tuple(Input(it.name, BY_NAME[it.datatype], it.dims) for it in job.shapes)
@@ -228,6 +235,8 @@ def _sklearn(job: Job) -> Source:
 
     def run(arrays: Mapping[str, Array]) -> dict[str, Array]:
         x = arrays[name]
+        if x.dtype.kind == "f":
+            x = x.astype(np.float64)  # as it was trained; some models take nothing else
         if is_classifier(model):
             results = {"label": model.predict(x)}
             if hasattr(model, "predict_proba"):

@@ -21,22 +21,6 @@ _TF_OPSET = 18
 #: Above this, weights go to a file beside model.onnx: a file of protobuf has at most 2 GiB.
 _EXTERNAL_BYTES = 1_500_000_000
 
-_OPENVINO_TYPES = {
-    DataType.BOOL: "boolean",
-    DataType.UINT8: "u8",
-    DataType.UINT16: "u16",
-    DataType.UINT32: "u32",
-    DataType.UINT64: "u64",
-    DataType.INT8: "i8",
-    DataType.INT16: "i16",
-    DataType.INT32: "i32",
-    DataType.INT64: "i64",
-    DataType.FP16: "f16",
-    DataType.FP32: "f32",
-    DataType.FP64: "f64",
-    DataType.BF16: "bf16",
-}
-
 
 def write(job: Job, source: Source, path: Path, example: Mapping[str, Array], outputs: list[str]) -> ConfigDict:
     """Writes `path`. `example` is what the source has just been run on, `outputs` what it answered. Returns what of
@@ -221,11 +205,8 @@ def _torch_to_openvino(job: Job, source: Source, path: Path, arguments: tuple[An
 
         model = ov.convert_model(torch.export.load(job.source))
     elif job.kind == "torchscript":
-        # What is scripted has no types and shapes, and is not traced again.
-        types = [getattr(ov.Type, _OPENVINO_TYPES[it.datatype]) for it in source.inputs]
-        model = ov.convert_model(
-            source.model, input=[(list(it.dims), element) for it, element in zip(source.inputs, types, strict=True)]
-        )
+        # What is scripted has no types and shapes, and OpenVINO takes its inputs in an order of its own.
+        model = ov.convert_model(_exported(job, source, arguments))
     else:
         model = ov.convert_model(source.model, example_input=arguments)
     # OpenVINO opens all extents of what it has traced.

@@ -1,0 +1,88 @@
+"""Arrays to try models with, and differences."""
+
+import numpy as np
+import pytest
+
+from naiad.convert.compare import Input, check, difference, given_arrays, paired, random_arrays
+from naiad.convert.job import Difference
+from naiad.datatypes import DataType
+from naiad.errors import InvalidArgument, NaiadError
+
+INPUTS = (Input("a", DataType.FP32, (-1, 4)), Input("b", DataType.INT64, (-1, -1)))
+
+
+def test_random_arrays_fill_the_dynamic_extents() -> None:
+    arrays = random_arrays(INPUTS, rows=3, extent=5)
+    assert arrays["a"].shape == (3, 4)
+    assert arrays["a"].dtype == np.float32
+    assert arrays["b"].shape == (3, 5)
+    assert set(arrays["b"].reshape(-1).tolist()) <= {0, 1}
+
+
+@pytest.mark.parametrize("datatype", list(DataType))
+def test_random_arrays_of_every_type(datatype: DataType) -> None:
+    assert random_arrays([Input("a", datatype, (2, 3))], 1, 1)["a"].dtype == datatype.numpy
+
+
+def test_random_arrays_are_the_same_each_time() -> None:
+    np.testing.assert_array_equal(random_arrays(INPUTS, 2, 3)["a"], random_arrays(INPUTS, 2, 3)["a"])
+
+
+def test_given_arrays_get_the_models_type() -> None:
+    arrays = given_arrays({"a": np.ones((2, 4)), "b": np.ones((2, 7), np.int32)}, INPUTS)
+    assert arrays["a"].dtype == np.float32
+    assert arrays["b"].dtype == np.int64
+
+
+@pytest.mark.parametrize(
+    ("arrays", "text"),
+    [
+        ({"a": np.ones((2, 4))}, r"has \['a'\], the model wants \['a', 'b'\]"),
+        ({"a": np.ones((2, 5)), "b": np.ones((2, 2))}, r"input 'a' has shape \[2, 5\]"),
+        ({"a": np.ones(4), "b": np.ones((2, 2))}, r"input 'a' has shape \[4\]"),
+    ],
+)
+def test_given_arrays_that_do_not_fit(arrays: dict[str, np.ndarray], text: str) -> None:
+    with pytest.raises(InvalidArgument, match=text):
+        given_arrays(arrays, INPUTS)
+
+
+def test_outputs_are_paired_by_name_else_by_place() -> None:
+    assert paired(["x", "y"], ["y", "x"]) == [("x", "x"), ("y", "y")]
+    assert paired(["x"], ["x", "more"]) == [("x", "x")]
+    assert paired(["x", "y"], ["a", "b"]) == [("x", "a"), ("y", "b")]
+    with pytest.raises(InvalidArgument, match="no telling which is which"):
+        paired(["x"], ["a", "b"])
+
+
+@pytest.mark.parametrize(
+    ("wanted", "got", "largest"),
+    [
+        ([1.0, 2.0], [1.0, 2.5], 0.5),
+        ([np.nan, np.inf], [np.nan, np.inf], 0.0),
+        ([np.nan, 1.0], [1.0, 1.0], np.inf),
+        ([np.inf], [1.0], np.inf),
+        ([True, False], [True, False], 0.0),
+        (["a", "b"], [b"a", b"b"], 0.0),
+        (["a", "b"], [b"a", b"c"], np.inf),
+        ([], [], 0.0),
+    ],
+)
+def test_differences(wanted: list[object], got: list[object], largest: float) -> None:
+    assert difference("o", "these", np.array(wanted), np.array(got)).largest == largest
+
+
+def test_shapes_must_be_the_same() -> None:
+    with pytest.raises(InvalidArgument, match=r"output 'o' has shape \[3\] on these, the source's \[2\]"):
+        difference("o", "these", np.ones(2), np.ones(3))
+    assert difference("o", "these", np.array(1.0), np.array([1.0])).largest == 0
+
+
+@pytest.mark.parametrize(("largest", "scale", "fits"), [(0.01, 1, True), (0.02, 1, False), (1, 1000, True)])
+def test_the_tolerance_is_a_part_of_large_values(largest: float, scale: float, fits: bool) -> None:
+    found = [Difference("o", "these", largest, scale)]
+    if fits:
+        check(found, 0.01)
+    else:
+        with pytest.raises(NaiadError, match=r"output 'o' differs by 0\.02 on these"):
+            check(found, 0.01)
