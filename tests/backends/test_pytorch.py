@@ -212,6 +212,35 @@ def test_configurations_that_do_not_fit(arguments: str, inputs: dict[str, str], 
     assert text in refused(script(tmp_path, source, config(inputs, {"out": "FP32 1"})))
 
 
+@pytest.mark.parametrize(
+    ("annotation", "fits"),
+    [
+        ("Tensor", True),
+        ("Tensor | None", True),
+        ("Tensor | float", True),
+        ("typing.Annotated[Tensor, 'batch 1']", True),
+        ("'NotImported'", True),
+        ("list[Tensor]", False),
+        ("tuple[Tensor, Tensor]", False),
+        ("dict[int, Tensor]", False),
+        ("str", False),
+    ],
+)
+def test_annotations_of_modules(annotation: str, fits: bool, tmp_path: Path) -> None:
+    source = f"""
+        import typing
+
+        class Model(torch.nn.Module):
+            def forward(self, x: {annotation}):
+                return x
+    """
+    model = module(tmp_path, source, config({"x": "FP32 3"}, {"o": "FP32 3"}, 4))
+    if fits:
+        assert run(model, x=X) == {"o": X.tolist()}
+    else:
+        assert "was detected in the model. Only a single input of type Dict(str, Tensor)" in refused(model)
+
+
 def test_no_output(tmp_path: Path) -> None:
     model = script(tmp_path, IDENTITY, config({"x": "FP32 1"}, {}))
     assert refused(model) == "model configuration must contain at least one output, none were specified."

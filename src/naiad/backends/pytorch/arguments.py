@@ -357,7 +357,8 @@ def _module_kind(hint: Any) -> tuple[Kind | None, int]:
         while typing.get_origin(hint) is list:
             hint, depth = typing.get_args(hint)[0], depth + 1
         return ("text", depth) if hint is str else (None, 0)
-    return None, 0
+    # What an annotation of another library means nobody knows; most of those on arguments are tensors.
+    return (None if hint in (str, bytes) or origin in (tuple, set, Sequence) else "tensor"), 0
 
 
 # --- what torch.export recorded ---------------------------------------------------------------------------------------
