@@ -1,6 +1,6 @@
 """The request queue as tables, and its one law: every call put in comes out exactly once."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import given
@@ -16,7 +16,7 @@ US = 1000
 
 @dataclass(eq=False)
 class FakeCall:
-    request: InferRequest = InferRequest("m", ())
+    request: InferRequest = field(default_factory=lambda: InferRequest("m", ()))
     rows: int = 1
     signature: object = None
     queued_ns: int = 0
