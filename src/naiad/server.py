@@ -5,10 +5,11 @@ more, front ends stop accepting, what is in flight gets `--exit-timeout-secs` to
 """
 
 import asyncio
+import resource
 import signal
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import uvloop
 
 from naiad import __version__
 from naiad.engine import Engine
+from naiad.errors import Unavailable
 from naiad.frontends.grpc.options import GrpcOptions
 from naiad.frontends.grpc.server import GrpcFrontend
 from naiad.frontends.http.app import HttpFrontend
