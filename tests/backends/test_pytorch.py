@@ -548,6 +548,18 @@ def test_modules_that_cannot_be_made(source: str, text: str, tmp_path: Path) -> 
     assert text in refused(module(tmp_path, source, config({"x": "FP32 3"}, {"o": "FP32 3"})))
 
 
+def test_libraries_of_operations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    operations = {"op_library_filename": ["own.so", "/elsewhere/other.so"]}
+    model = script(tmp_path, IDENTITY, config({"x": "FP32 3"}, {"o": "FP32 3"}, 4, model_operations=operations))
+    (model.directory / "own.so").write_bytes(b"no library")
+    assert "failed to load model 'm': " in (text := refused(model))
+    assert "own.so" in text
+    loaded: list[str] = []
+    monkeypatch.setattr(torch.ops, "load_library", loaded.append)
+    assert run(model, x=X) == {"o": X.tolist()}
+    assert loaded == [str(model.directory / "own.so"), "/elsewhere/other.so"]
+
+
 def test_weights_are_no_model(tmp_path: Path) -> None:
     model = context(tmp_path / "m", config({"x": "FP32 3"}, {"o": "FP32 3"}), "model.pt")
     torch.save({"w": torch.ones(1)}, model.path)

@@ -73,6 +73,9 @@ def load(model: ModelContext, device: Device, settings: Settings) -> Program:
         with device.entered(), warnings.catch_warnings():
             # What PyTorch thinks of its own serialisation is no matter of who serves the model.
             warnings.simplefilter("ignore")
+            for library in model.config.get("model_operations", {}).get("op_library_filename", ()):
+                in_model = model.directory / library
+                torch.ops.load_library(str(in_model if in_model.is_file() else library))
             if path.suffix == ".py":
                 return _module(model, path, device, settings)
             names = _entries(path)
