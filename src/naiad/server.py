@@ -5,6 +5,7 @@ more, front ends stop accepting, what is in flight gets `--exit-timeout-secs` to
 """
 
 import asyncio
+import gc
 import resource
 import signal
 import time
@@ -167,6 +168,9 @@ class Server:
                     self.failed_models = manager.failures()
                     self.unreadable = bool(manager.first_snapshot.failures)
                     show_models(log, await engine.index())
+                    # What is there now stays: the collector need not look at it again, which would take tens of ms.
+                    gc.collect()
+                    gc.freeze()
                     engine.started()
                     async with self._watching(manager):
                         yield
