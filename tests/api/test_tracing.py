@@ -221,3 +221,24 @@ def test_a_server_without_its_collector_serves_and_ends(repository: Repository, 
     with Server(models(repository), flags=flags).started() as server:
         assert do(server, "inner", "result = 0") == "0"
         assert server.stop() == 0
+
+
+def test_a_file_shows_sequences_and_what_the_cache_answers(repository: Repository, tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    repository.doer("talk", config="sequence_batching { }")
+    repository.doer("known", config="response_cache { enable: true }")
+    flags = (
+        *("--cache-config=local,size=100000", "--trace-config=level=TIMESTAMPS", "--trace-config=rate=1"),
+        f"--trace-config=triton,file={path}",
+    )
+    with Server(repository, flags=flags).started() as server:
+        for start, end in ((True, False), (False, True)):
+            controls = {"sequence_id": 7, "sequence_start": start, "sequence_end": end}
+            do(server, "talk", "result = 0", parameters=controls)
+        for _ in range(2):
+            do(server, "known", "result = 0")
+    first, last, computed, cached = read(path).values()
+    for one in (first, last, computed):
+        assert one["names"][2:8] == ["REQUEST_START", "QUEUE_START", *COMPUTED]
+    assert not set(COMPUTED) & set(cached["names"])
+    assert {"REQUEST_START", "QUEUE_START", "REQUEST_END", "HTTP_SEND_END"} < set(cached["names"])
