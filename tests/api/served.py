@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -343,8 +344,8 @@ class Server:
         try:
             if error[0] is None and self.process.poll() is None:
                 assert self.stop() == 0
-                assert "Traceback" not in self.log
-                assert "This is a bug" not in self.log
+                # Those of hosts, where models make them, are in the log as they are.
+                assert not re.search(r"^E\d{4} .*(Traceback|This is a bug)", self.log, re.MULTILINE)
         finally:
             print(self.log)
             for pid in self.pids():

@@ -114,6 +114,11 @@ class _Record:
     states: dict[int, tuple[State, str]] = field(default_factory=dict)
 
     @property
+    def is_lost(self) -> bool:
+        """Whether a version that should serve has no instance left that can."""
+        return any(model.failure is not None for model in self.models.values())
+
+    @property
     def actual(self) -> Actual:
         return Actual(self.serving, self.loading, self.failed, self.blocked)
 
@@ -317,7 +322,8 @@ class ModelManager:
                     del self._records[name]
                 raise Internal(f"failed to load '{name}', failed to poll from model repository") from source.draft
             record.explicit = True
-            record.insisted += 1 if source.override is not None or record.failed is not None or record.blocked else 0
+            if source.override is not None or record.failed is not None or record.blocked or record.is_lost:
+                record.insisted += 1
             record.error = None
             record.blocked = False
             self._take_source(record, source)
