@@ -497,6 +497,17 @@ class ServerOptions:
         repeatable=True,
         check=_one_group_each,
     )
+    http_use_ssl: bool = _http("--http-use-ssl", False, "Serve HTTP over TLS.", kind=bool)
+    http_use_ssl_mutual: bool = _http(
+        "--http-use-ssl-mutual", False, "Serve HTTP over TLS and ask clients for a certificate.", kind=bool
+    )
+    http_server_cert: str = _http(
+        "--http-server-cert", "", "File with the server's certificate (PEM), for TLS.", metavar="path"
+    )
+    http_server_key: str = _http("--http-server-key", "", "File with the server's key (PEM), for TLS.", metavar="path")
+    http_root_cert: str = _http(
+        "--http-root-cert", "", "File with the root certificate (PEM) of clients, for TLS.", metavar="path"
+    )
     allow_client_shm: Literal["true", "false", "local"] = _http(
         "--allow-client-shm",
         "local",
@@ -738,14 +749,14 @@ class ServerOptions:
             raise InvalidArgument("Wildcard model name '*' must be the ONLY startup model if specified at all.")
 
     def _check_tls(self) -> None:
-        if not (self.grpc_use_ssl or self.grpc_use_ssl_mutual):
-            return
-        needed = {"--grpc-server-cert": self.grpc_server_cert, "--grpc-server-key": self.grpc_server_key}
-        if self.grpc_use_ssl_mutual:
-            needed["--grpc-root-cert"] = self.grpc_root_cert
-        for flag, value in needed.items():
-            if not value:
-                raise InvalidArgument(f"gRPC over TLS needs {flag}=<path of a PEM file>")
+        for protocol, prefix in (("gRPC", "grpc"), ("HTTP", "http")):
+            mutual = getattr(self, f"{prefix}_use_ssl_mutual")
+            if not (mutual or getattr(self, f"{prefix}_use_ssl")):
+                continue
+            for name in ("server_cert", "server_key", "root_cert") if mutual else ("server_cert", "server_key"):
+                if not getattr(self, f"{prefix}_{name}"):
+                    flag = f"--{prefix}-{name.replace('_', '-')}"
+                    raise InvalidArgument(f"{protocol} over TLS needs {flag}=<path of a PEM file>")
 
     def _check_ports(self) -> None:
         doors = [

@@ -8,6 +8,7 @@ import asyncio
 import gc
 import resource
 import signal
+import ssl
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
@@ -23,6 +24,7 @@ from naiad.frontends.grpc.options import GrpcOptions
 from naiad.frontends.grpc.server import GrpcFrontend
 from naiad.frontends.http.app import HttpFrontend
 from naiad.frontends.http.metrics import MetricsFrontend
+from naiad.frontends.http.tls import server_context
 from naiad.instances.hosts import Hosts
 from naiad.instances.provision import Environments, default_directory
 from naiad.messages import InferRequest, ResponseSink
@@ -288,6 +290,7 @@ class Server:
                     trace_settings=traces,
                     log_settings=log,
                     grace_s=options.exit_timeout_secs,
+                    tls=self._http_tls(),
                 )
                 await listen(http)
                 log.info(f"Started HTTPService at {options.http_address}:{options.http_port}")
@@ -299,6 +302,13 @@ class Server:
         finally:
             # All at once: none may accept while another waits for its last requests.
             await asyncio.gather(*(frontend.__aexit__(None, None, None) for frontend in listening))
+
+    def _http_tls(self) -> ssl.SSLContext | None:
+        options = self.options
+        if not (options.http_use_ssl or options.http_use_ssl_mutual):
+            return None
+        root = options.http_root_cert if options.http_use_ssl_mutual else ""
+        return server_context(options.http_server_cert, options.http_server_key, root)
 
     @asynccontextmanager
     async def _watching(self, manager: ModelManager) -> AsyncIterator[None]:

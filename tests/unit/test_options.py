@@ -208,6 +208,8 @@ def test_a_repository_is_needed():
         ({"metrics_port": 8000, "http_address": "127.0.0.1"}, "HTTP requests and metrics requests"),
         ({"grpc_port": 8000, "http_address": "127.0.0.1"}, "at the same address and port 127.0.0.1:8000"),
         ({"grpc_use_ssl": True}, "gRPC over TLS needs --grpc-server-cert"),
+        ({"http_use_ssl": True}, "HTTP over TLS needs --http-server-cert"),
+        ({"http_use_ssl_mutual": True, "http_server_cert": "c", "http_server_key": "k"}, "needs --http-root-cert"),
         ({"grpc_use_ssl_mutual": True, "grpc_server_cert": "c", "grpc_server_key": "k"}, "needs --grpc-root-cert"),
         (
             {
