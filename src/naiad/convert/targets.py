@@ -178,17 +178,18 @@ def _from_torch(job: Job, source: Source, path: Path, example: Mapping[str, Arra
 def _exported(job: Job, source: Source, arguments: tuple[Any, ...]) -> Any:
     import torch
 
+    module = source.model
     if job.kind == "torchscript":
         # torch.export reads modules only; this is PyTorch's own way to make one of TorchScript.
         from torch._export.converter import TS2EPConverter
 
         with torch.no_grad():
-            return TS2EPConverter(source.model, arguments).convert()
+            module = TS2EPConverter(module, arguments).convert().module()
     dynamic = tuple(
         {at: torch.export.Dim.DYNAMIC for at, dim in enumerate(it.dims) if dim == -1} or None for it in source.inputs
     )
     try:
-        return torch.export.export(source.model, arguments, dynamic_shapes=dynamic, strict=False)
+        return torch.export.export(module, arguments, dynamic_shapes=dynamic, strict=False)
     except Exception as error:
         if not any(dynamic):
             raise
