@@ -71,13 +71,22 @@ class Engine:
             raise Unavailable("Server exiting")
         return self._started
 
-    def is_ready(self) -> bool:
+    async def is_ready(self) -> bool:
         if self._exiting:
             raise Unavailable("Server exiting")
-        return self._started and (not self._strict_readiness or self._manager.all_ready())
+        if not self._started or not self._strict_readiness:
+            return self._started
+        asked = [model.readiness() for model in self._manager.models() if model.readiness is not None]
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        return self._manager.all_ready() and all(answer is True for answer in answers)
 
-    def model_ready(self, name: str, version: int = -1) -> bool:
-        return self._manager.is_ready(name, version)
+    async def model_ready(self, name: str, version: int = -1) -> bool:
+        """Whether a version is loaded and able, and says so itself where its code has `is_ready`. Raises what that
+        raises."""
+        if not self._manager.is_ready(name, version):
+            return False
+        readiness = self._manager.lookup(name, version).readiness
+        return readiness is None or await readiness()
 
     # ---------------------------------------------------------------- inference
 

@@ -125,7 +125,7 @@ class ModelCalls:
 
     async def _is_model_ready(self, arguments: Any, caller: Hashable) -> bool:
         asked = read(arguments, ReadyCall)
-        return self._engine.model_ready(asked.name, asked.version)
+        return await self._engine.model_ready(asked.name, asked.version)
 
     async def _metric(self, arguments: Any, caller: Hashable) -> float | None:
         value: float | None = None

@@ -98,6 +98,16 @@ class _Backend:
         """
         return None
 
+    @property
+    def checks_readiness(self) -> bool:
+        """Whether `is_ready` is worth asking. Looked at once, when the instance has been constructed."""
+        return False
+
+    def is_ready(self) -> bool:
+        """What clients are told that ask whether the model is ready; inference does not ask. Called from a thread of
+        its own, also while a batch runs. Raises where the model cannot say."""
+        return True
+
     def close(self) -> None:
         """Called once, when the instance goes. The process usually ends right after."""
 

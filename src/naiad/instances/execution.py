@@ -194,7 +194,7 @@ class ArrayExecution:
     """Batches of an ArrayBackend."""
 
     def __init__(self, backend: ArrayBackend, signature: Signature, link: Link, byte_limit: int) -> None:
-        self._backend = backend
+        self.backend = backend
         self._signature = signature
         self._link = link
         self._outputs = _Outputs(link, signature, byte_limit)
@@ -215,7 +215,7 @@ class ArrayExecution:
                 inputs.update(signature.composition.batch_inputs(shapes))
             names = frame.outputs or signature.output_names
             inputs_ns = monotonic_ns()
-            arrays = self._backend.run(inputs, names)
+            arrays = self.backend.run(inputs, names)
             computed_ns = monotonic_ns()
             self._outputs.begin()
             outputs, one_shot = self._outputs.place(
@@ -238,7 +238,7 @@ class ArrayExecution:
         """An ArrayBackend does not ask."""
 
     def close(self) -> None:
-        self._backend.close()
+        self.backend.close()
 
     def _execute_each(self, frame: Execute, data: memoryview, received_ns: int) -> None:
         """Runs the requests of a batch that the backend has refused one by one: only who is at fault shall fail."""
@@ -271,7 +271,7 @@ class ArrayExecution:
             shapes = {name: [array.shape] for name, array in given.items()}
             inputs.update(composition.batch_inputs(shapes))
         names = frame.outputs or signature.output_names
-        results = self._backend.run(inputs, names)
+        results = self.backend.run(inputs, names)
         packed = [self._checked(name, results, [row_count], shapes) for name in names]
         outputs, one_shot = self._outputs.place(packed, in_arena=True)
         return Response(index, outputs, {}, None, True), one_shot
@@ -462,7 +462,7 @@ class RequestExecution:
     """Batches of a RequestBackend."""
 
     def __init__(self, backend: RequestBackend, signature: Signature, link: Link, byte_limit: int) -> None:
-        self._backend = backend
+        self.backend = backend
         self._signature = signature
         self._link = link
         self._outputs = _Outputs(link, signature, byte_limit)
@@ -482,7 +482,7 @@ class RequestExecution:
             requests = self._requests(frame, data)
             self._open[frame.batch] = requests
             inputs_ns = monotonic_ns()
-            self._backend.execute(requests)
+            self.backend.execute(requests)
         except BaseException as error:
             problem = failure(error)
         computed_ns = monotonic_ns()
@@ -510,7 +510,7 @@ class RequestExecution:
             requests[index]._cancelled = True
 
     def close(self) -> None:
-        self._backend.close()
+        self.backend.close()
 
     def answer(self, request: HostRequest, result: BackendResponse | NaiadError | None, final: bool) -> None:
         """`HostRequest.send`."""

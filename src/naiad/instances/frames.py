@@ -177,6 +177,13 @@ class Load(msgspec.Struct, array_like=True, tag="load"):
     batch_byte_limit: int
 
 
+class IsReady(msgspec.Struct, array_like=True, tag="ready"):
+    """Asks all instances of a model whether they are."""
+
+    reply: int
+    model: int
+
+
 class Unload(msgspec.Struct, array_like=True, tag="unload"):
     """Wants to know when a model's instances have closed; they do so when their sockets end."""
 
@@ -202,7 +209,7 @@ class Answer(msgspec.Struct, array_like=True, tag="answer"):
 
 
 class Reply(msgspec.Struct, array_like=True, tag="reply"):
-    """Answers Complete, Load or Unload."""
+    """Answers Complete; Load, with whether IsReady is worth asking; IsReady; or Unload."""
 
     reply: int
     value: Any
@@ -228,7 +235,7 @@ class Call(msgspec.Struct, array_like=True, tag="call"):
     arguments: Any
 
 
-ToHost = Complete | Load | Unload | Cancel | Answer
+ToHost = Complete | Load | IsReady | Unload | Cancel | Answer
 FromHost = Reply | Log | Call
 
 

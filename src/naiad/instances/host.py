@@ -30,6 +30,7 @@ from naiad.instances.frames import (
     Complete,
     Execute,
     InstanceSpec,
+    IsReady,
     Load,
     Log,
     Reply,
@@ -166,6 +167,9 @@ class Host:
             elif isinstance(frame, Cancel):
                 if (target := self._executions.get((frame.model, frame.instance))) is not None:
                     target.cancel(frame.batch, frame.index)
+            elif isinstance(frame, IsReady):
+                # The main thread may be busy executing, and this one must go on listening.
+                threading.Thread(target=self._is_ready, args=(frame,), name="readiness", daemon=True).start()
             else:
                 self._jobs.put((frame, fds))
         if os.getppid() != self._zygote:
@@ -195,6 +199,18 @@ class Host:
             reply = Reply(frame.reply, None, failure(error))
         self.send(reply)
 
+    def _is_ready(self, frame: IsReady) -> None:
+        try:
+            targets = [target for (model, _), target in list(self._executions.items()) if model == frame.model]
+            reply = Reply(frame.reply, all(target.backend.is_ready() for target in targets), None)
+        except BaseException as error:
+            reply = Reply(frame.reply, None, failure(error))
+        self.send(reply)
+
+    def _checks_readiness(self, model: int) -> bool:
+        targets = list(self._executions.items())
+        return any(target.backend.checks_readiness for (number, _), target in targets if number == model)
+
     def _load(self, frame: Load, fds: list[int]) -> None:
         links = [SocketLink(socket.socket(fileno=fds[at]), fds[at + 1], fds[at + 2]) for at in range(0, len(fds), 3)]
         for at in range(0, len(fds), 3):
@@ -211,7 +227,8 @@ class Host:
             if self._exclusive:
 
                 def loaded(error: BaseException | None) -> None:
-                    self.send(Reply(frame.reply, None, None if error is None else failure(error)))
+                    problem = None if error is None else failure(error)
+                    self.send(Reply(frame.reply, self._checks_readiness(frame.model), problem))
 
                 self._serve(frame, context, spec, link, loaded)
                 return
@@ -221,7 +238,8 @@ class Host:
             thread.start()
             threads.append(thread)
             problem = outcome.get()
-        self.send(Reply(frame.reply, None, None if problem is None else failure(problem)))
+        checks_readiness = self._checks_readiness(frame.model)
+        self.send(Reply(frame.reply, checks_readiness, None if problem is None else failure(problem)))
 
     def _serve(
         self,

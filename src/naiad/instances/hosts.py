@@ -20,13 +20,16 @@ from types import TracebackType
 from typing import Literal, Self
 
 from naiad.backends.api import ConfigDict, InstanceContext
-from naiad.errors import InvalidArgument
+from naiad.errors import InvalidArgument, Unavailable
 from naiad.instances.environment import BackendEnvironment
 from naiad.instances.frames import VersionSpec
 from naiad.instances.instance import Instance
 from naiad.instances.process import Host, Limits, OnCall, OnLog, ProcessInstance, Tenant
 from naiad.instances.restart import RestartPolicy
 from naiad.instances.thread import ThreadModel
+
+#: How long a model's own is_ready() may take; Triton's number.
+READINESS_TIMEOUT_S = 5.0
 
 Isolation = Literal["model", "backend", "none"]
 
@@ -67,6 +70,7 @@ class HostedModel:
         self._takes_requests = takes
         self._timeout_s = pool.timeout_s(spec)
         self._tenants: list[Tenant] = []
+        self._asking: asyncio.Future[bool] | None = None
         self._is_closed = False
 
     def __repr__(self) -> str:
@@ -110,11 +114,34 @@ class HostedModel:
             await tenant.host.load(tenant)
         return self.instances
 
+    @property
+    def checks_readiness(self) -> bool:
+        """Whether `is_ready` is worth asking."""
+        return any(tenant.checks_readiness for tenant in self._tenants)
+
+    async def is_ready(self) -> bool:
+        """What the model's own code says. Raises its error, and Unavailable where it does not answer in time."""
+        asking = self._asking
+        if asking is None or asking.done():
+            # One question at a time, however many ask: code that hangs gets no more of them.
+            asking = self._asking = asyncio.ensure_future(self._ask_if_ready())
+        try:
+            async with asyncio.timeout(READINESS_TIMEOUT_S):
+                return await asyncio.shield(asking)
+        except TimeoutError:
+            raise Unavailable("Timed out waiting for user-defined is_ready() response") from None
+
+    async def _ask_if_ready(self) -> bool:
+        asked = [tenant for tenant in self._tenants if tenant.checks_readiness]
+        return all(await asyncio.gather(*(tenant.host.is_ready(tenant) for tenant in asked)))
+
     async def close(self, timeout_s: float = 30.0) -> None:
         """Unloads: waits up to `timeout_s` for requests inside, then they fail. Its memory is free afterwards."""
         if self._is_closed:
             return
         self._is_closed = True
+        if self._asking is not None:
+            self._asking.cancel()
         self._pool.forget(self)
         tenants, self._tenants = self._tenants, []
         if tenants:

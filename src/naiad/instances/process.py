@@ -27,6 +27,7 @@ from naiad.instances.frames import (
     Execute,
     FromHost,
     InstanceSpec,
+    IsReady,
     Load,
     Log,
     Reply,
@@ -276,6 +277,8 @@ class Tenant:
         self.instances: list[ProcessInstance] = []
         self.is_loaded = False
         self.is_leaving = False
+        #: Whether its model code wants to be asked if it is ready.
+        self.checks_readiness = False
         self.number = host.enter(self)
 
     @property
@@ -527,13 +530,17 @@ class Host:
             for fd in fds:
                 os.close(fd)
         try:
-            await reply
+            tenant.checks_readiness = bool(await reply)
         except BaseException as error:
             for instance in instances:
                 instance.disconnect(Internal(f"loading failed: {error}"))
             raise
         for instance in instances:
             instance.attach()
+
+    async def is_ready(self, tenant: Tenant) -> bool:
+        """What its model code says. Raises its error, and Unavailable where there is no process to ask."""
+        return bool(await self._ask(IsReady(0, tenant.number)))
 
     async def leave(self, tenant: Tenant, timeout_s: float) -> None:
         """Closes the tenant's instances and, if it is the last one, the process. Requests inside get `timeout_s`."""
@@ -594,7 +601,7 @@ class Host:
         if self._control is not None:
             self._control.send(frame)
 
-    def _ask(self, frame: Complete | Load | Unload, fds: Sequence[int] = ()) -> "asyncio.Future[Any]":
+    def _ask(self, frame: Complete | Load | IsReady | Unload, fds: Sequence[int] = ()) -> "asyncio.Future[Any]":
         if self._control is None:
             raise Unavailable(f"host process '{self.name}' {self.state}")
         self._reply_count += 1

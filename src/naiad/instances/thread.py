@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
 
-from naiad.backends.api import ConfigDict, InstanceContext, ModelContext, RequestBackend
+from naiad.backends.api import ArrayBackend, ConfigDict, InstanceContext, ModelContext, RequestBackend
 from naiad.errors import NaiadError, Unavailable
 from naiad.instances import arena, layout
 from naiad.instances.delivery import Batches
@@ -79,6 +79,11 @@ class ThreadInstance:
     def is_busy(self) -> bool:
         """Whether any request inside has no final answer."""
         return bool(self._batches)
+
+    @property
+    def backend(self) -> ArrayBackend | RequestBackend | None:
+        """None until it is loaded."""
+        return None if self._execution is None else self._execution.backend
 
     async def load(self, backend: type[Any], context: ModelContext, signature: Signature) -> None:
         """Starts the thread and constructs the backend in it. Raises what the constructor raises."""
@@ -246,6 +251,19 @@ class ThreadModel:
             await instance.load(self._backend, context, signature)
         self.state = "running"
         return self.instances
+
+    @property
+    def checks_readiness(self) -> bool:
+        """Whether `is_ready` is worth asking."""
+        return any(thread.backend is not None and thread.backend.checks_readiness for thread in self._threads)
+
+    async def is_ready(self) -> bool:
+        """What the model's own code says. Raises its error. Code in this process cannot be left behind: no timeout."""
+        backends = [thread.backend for thread in self._threads if thread.backend is not None]
+        try:
+            return await asyncio.to_thread(lambda: all(backend.is_ready() for backend in backends))
+        except Exception as error:
+            raise failure(error).error() from error
 
     async def close(self, timeout_s: float = 30.0) -> None:
         """Unloads: waits up to `timeout_s` for requests inside, then they fail."""

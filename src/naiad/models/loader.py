@@ -126,7 +126,17 @@ class ModelLoader:
             raise
         cached = self._cached(scheduler, config, version, statistics)
         closable = self._limiter.hosted(hosted, claims)
-        return Model(config, version, cached, instances, statistics, labels, closable, time.monotonic() - start)
+        return Model(
+            config,
+            version,
+            cached,
+            instances,
+            statistics,
+            labels,
+            closable,
+            time.monotonic() - start,
+            readiness=hosted.is_ready if hosted.checks_readiness else None,
+        )
 
     def _cached(
         self, scheduler: Scheduler, config: ModelConfig, version: int, statistics: ModelStatistics

@@ -5,7 +5,7 @@ answer; a version is closed only when no lease is held. Nothing is awaited betwe
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 from naiad.config.model_config import ModelConfig
@@ -40,6 +40,7 @@ class Model:
         hosted: Closable | None,
         load_duration_s: float,
         members: Sequence["Model"] = (),
+        readiness: Callable[[], Awaitable[bool]] | None = None,
     ) -> None:
         self.name = config.name
         self.version = version
@@ -49,6 +50,8 @@ class Model:
         self.statistics = statistics
         self.labels = labels
         self.load_duration_s = load_duration_s
+        #: Asks the model's own code whether it is ready; None for most, which have nothing to say.
+        self.readiness = readiness
         self.check = RequestCheck(config)
         self.metadata = metadata_of(config, version)
         self._hosted = hosted

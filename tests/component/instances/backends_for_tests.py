@@ -163,6 +163,22 @@ class NeedsFile(Misbehaving):
             pass
 
 
+class Readiness(Identity):
+    """Is as ready as the parameter `answer` says; counts in the file `count` how often it was asked."""
+
+    checks_readiness = True
+
+    def is_ready(self):
+        with open(self.model.parameters["count"], "a") as count:
+            count.write(".")
+        answer = self.model.parameters["answer"]
+        if answer == "hang":
+            threading.Event().wait(1000)
+        if answer == "raise":
+            raise InvalidArgument("cannot say")
+        return answer == "yes"
+
+
 class Closing(Identity):
     """Leaves its name where the parameter `trace` says when it is closed."""
 

@@ -239,6 +239,34 @@ async def test_large_answers_of_a_batch_that_was_refused(both):
     assert (c.outputs["OUTPUT0"] == big + 1).all()
 
 
+async def test_most_backends_are_not_asked_whether_they_are_ready(both):
+    model = await both.load("Identity", config())
+    assert not model.checks_readiness
+
+
+@pytest.mark.parametrize("answer", ["yes", "no", "raise"])
+async def test_a_backend_says_whether_it_is_ready(both, answer, tmp_path):
+    more = parameters(answer=answer, count=str(tmp_path / "count"))
+    model = await both.load("Readiness", config(**more))
+    assert model.checks_readiness
+    if answer == "raise":
+        with pytest.raises(InvalidArgument, match="cannot say"):
+            await model.is_ready()
+    else:
+        assert await model.is_ready() is (answer == "yes")
+
+
+async def test_a_backend_that_hangs_is_asked_once(lab, tmp_path, monkeypatch):
+    monkeypatch.setattr("naiad.instances.hosts.READINESS_TIMEOUT_S", 0.2)
+    count = tmp_path / "count"
+    model = await lab.load("Readiness", config(**parameters(answer="hang", count=str(count))))
+    for _ in range(2):
+        answers = await asyncio.gather(*[model.is_ready() for _ in range(3)], return_exceptions=True)
+        assert [type(answer) for answer in answers] == [Unavailable] * 3
+        assert answers[0].message == "Timed out waiting for user-defined is_ready() response"
+    assert count.read_text() == "."
+
+
 async def test_request_backends_see_single_requests(both):
     model = await both.load("Echo", config("INT32", [-1], max_batch_size=8))
     requests = [

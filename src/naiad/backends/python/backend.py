@@ -75,6 +75,9 @@ class PythonBackend(RequestBackend):
         current.enter(self._instance)
         try:
             self._model = model_class(model.path)()
+            if asyncio.iscoroutinefunction(getattr(self._model, "is_ready", None)):
+                # Now, since readiness and requests come from different threads.
+                self._loop = _EventLoop()
             if hasattr(self._model, "initialize"):
                 self._model.initialize(_arguments(model, instance))
         except _FAILURES as error:
@@ -91,6 +94,22 @@ class PythonBackend(RequestBackend):
                 # Answered here, since responses may be out already; raised, so that the execution counts as failed.
                 raise self._fail(received, error) from error
             received = self._answer(received, responses)
+
+    @property
+    def checks_readiness(self) -> bool:
+        return hasattr(self._model, "is_ready")
+
+    def is_ready(self) -> bool:
+        current.enter(self._instance)
+        try:
+            ready = self._model.is_ready()
+            if asyncio.iscoroutine(ready):
+                ready = asyncio.run(ready) if self._loop is None else self._loop.run(ready).result()
+        except _FAILURES as error:
+            raise Internal(exception_text(error)) from error
+        if not isinstance(ready, bool):
+            raise Internal("is_ready() must return a boolean value")
+        return ready
 
     def close(self) -> None:
         self._instance.is_serving = False

@@ -56,9 +56,9 @@ class Engine(Protocol):
     """The part of the engine that the front end uses."""
 
     def is_live(self) -> bool: ...
-    def is_ready(self) -> bool: ...
+    async def is_ready(self) -> bool: ...
     def model(self, name: str, version: int = -1) -> Model: ...
-    def model_ready(self, name: str, version: int = -1) -> bool: ...
+    async def model_ready(self, name: str, version: int = -1) -> bool: ...
     def infer(self, request: InferRequest, sink: ResponseSink) -> Call: ...
     def metadata(self) -> ServerMetadata: ...
     def model_metadata(self, name: str, version: int = -1) -> ModelMetadata: ...
@@ -242,18 +242,18 @@ class Servicer:
         return pb.ServerLiveResponse(live=self._engine.is_live())
 
     async def _server_ready(self, request: Message, peer: str) -> Message:
-        return pb.ServerReadyResponse(ready=self._engine.is_ready())
+        return pb.ServerReadyResponse(ready=await self._engine.is_ready())
 
     async def _model_ready(self, request: Message, peer: str) -> Message:
         version = parse_version(request.version)
         try:
-            ready = self._engine.model_ready(request.name, version)
+            ready = await self._engine.model_ready(request.name, version)
         except NotFound:
             ready = False
         return pb.ModelReadyResponse(ready=ready)
 
     async def _health_check(self, request: Message, peer: str) -> Message:
-        return _SERVING if self._engine.is_ready() else _NOT_SERVING
+        return _SERVING if await self._engine.is_ready() else _NOT_SERVING
 
     async def _server_metadata(self, request: Message, peer: str) -> Message:
         return documents.server_metadata(self._engine.metadata())

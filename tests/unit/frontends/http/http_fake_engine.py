@@ -216,7 +216,7 @@ class FakeEngine:
             raise Unavailable("Server exiting")
         return True
 
-    def is_ready(self) -> bool:
+    async def is_ready(self) -> bool:
         return self.ready
 
     def model(self, name: str, version: int = -1) -> FakeModel:
@@ -227,7 +227,7 @@ class FakeEngine:
             raise NotFound(f"Request for unknown model: '{name}' version {version} is not found")
         return model
 
-    def model_ready(self, name: str, version: int = -1) -> bool:
+    async def model_ready(self, name: str, version: int = -1) -> bool:
         self.model(name, version)
         return True
 
