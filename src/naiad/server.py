@@ -39,6 +39,7 @@ from naiad.repository.watcher import changes
 from naiad.scheduling.cache import LocalStore, Store, families, store_of
 from naiad.scheduling.rate_limit import RateLimiter
 from naiad.scheduling.scheduler import Call
+from naiad.telemetry.gpus import gpus
 from naiad.telemetry.log import Log, bridge
 from naiad.telemetry.metrics import Metrics, MetricsSettings, ModelSeries
 from naiad.telemetry.system import SystemMetrics
@@ -203,7 +204,7 @@ class Server:
             options.model_repository,
             config_name=options.model_config_name or "",
             auto_complete=options.auto_complete_config,
-            gpus=0,
+            gpus=gpus(),
         )
         self._sources = sources
 

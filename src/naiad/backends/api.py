@@ -90,6 +90,12 @@ class _Backend:
     instances_as: ClassVar[Literal["threads", "processes"]] = "threads"
 
     @classmethod
+    def uses_gpus(cls) -> bool:
+        """Whether instances of KIND_AUTO shall be placed on the machine's GPUs. Asked in the zygote, once `modules` are
+        imported: it must neither start a thread nor CUDA, which does not survive the fork."""
+        return False
+
+    @classmethod
     def autocomplete(cls, model: ModelContext) -> ConfigDict | None:
         """The configuration with what the model's files say filled in, or None to leave it as it is.
 

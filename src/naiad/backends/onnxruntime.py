@@ -105,6 +105,10 @@ class OnnxRuntimeBackend(ArrayBackend):
     modules: ClassVar[tuple[str, ...]] = ("onnxruntime",)
 
     @classmethod
+    def uses_gpus(cls) -> bool:
+        return "CUDAExecutionProvider" in ort.get_available_providers()
+
+    @classmethod
     def autocomplete(cls, model: ModelContext) -> ConfigDict | None:
         config = dict(model.config)
         has_inputs = bool(config.get("input") or config.get("batch_input"))

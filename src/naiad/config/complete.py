@@ -63,10 +63,13 @@ class PreferredGroup:
     gpus: tuple[int, ...] = ()
 
 
-def instance_groups(config: Proto, gpus: Sequence[int], preferred: Sequence[PreferredGroup] = ()) -> None:
+def instance_groups(
+    config: Proto, gpus: Sequence[int], preferred: Sequence[PreferredGroup] = (), *, uses_gpus: bool = True
+) -> None:
     """Fills in the instance groups: one if there is none, and the name, kind, count and GPUs of each.
 
-    `gpus` are the ids of the machine's GPUs; `preferred` is what the backend advertises, best first.
+    `gpus` are the ids of the machine's GPUs; `preferred` is what the backend advertises, best first. A backend that
+    cannot use GPUs (`uses_gpus`) gets none unless the configuration says KIND_GPU.
     """
     if config.HasField("ensemble_scheduling"):
         return
@@ -83,7 +86,7 @@ def instance_groups(config: Proto, gpus: Sequence[int], preferred: Sequence[Pref
         if not group.name:
             group.name = f"{config.name}_{index}"
         if group.kind == _KIND.KIND_AUTO:
-            usable = bool(gpus) and all(gpu in gpus for gpu in group.gpus)
+            usable = uses_gpus and bool(gpus) and all(gpu in gpus for gpu in group.gpus)
             group.kind = _KIND.KIND_GPU if usable else _KIND.KIND_CPU
         _apply_preferences(group, gpus, preferred)
         if group.count < 1:

@@ -144,23 +144,27 @@ def _first_version_entries(directory: Path) -> dict[str, bool] | None:
         return {entry.name: entry.is_dir() for entry in entries}
 
 
-def prepare(draft: Draft, *, preferred_groups: Sequence[PreferredGroup] = ()) -> ConfigDict:
+def prepare(draft: Draft, *, preferred_groups: Sequence[PreferredGroup] = (), uses_gpus: bool = True) -> ConfigDict:
     """The configuration as the backend's `autocomplete` gets it: with its instance groups. Raises InvalidArgument.
 
     Does no I/O, so it may run on the loop.
     """
-    return to_dict(_with_instance_groups(draft, preferred_groups))
+    return to_dict(_with_instance_groups(draft, preferred_groups, uses_gpus))
 
 
 def finish(
-    draft: Draft, proposal: ConfigDict | None = None, *, preferred_groups: Sequence[PreferredGroup] = ()
+    draft: Draft,
+    proposal: ConfigDict | None = None,
+    *,
+    preferred_groups: Sequence[PreferredGroup] = (),
+    uses_gpus: bool = True,
 ) -> ModelConfig:
     """The configuration with what the backend proposed (None: nothing), complete and checked.
 
     Raises InvalidArgument, NotFound when there is no configuration at all, Internal for a proposal that is not
     allowed. Does no I/O, so it may run on the loop.
     """
-    proto = _with_instance_groups(draft, preferred_groups)
+    proto = _with_instance_groups(draft, preferred_groups, uses_gpus)
     if proposal is not None:
         complete.merge(proto, proposal)
         complete.defaults(proto)
@@ -177,10 +181,10 @@ def finish(
     return ModelConfig(proto)
 
 
-def _with_instance_groups(draft: Draft, preferred_groups: Sequence[PreferredGroup]) -> Proto:
+def _with_instance_groups(draft: Draft, preferred_groups: Sequence[PreferredGroup], uses_gpus: bool) -> Proto:
     proto = Proto()
     proto.CopyFrom(draft.proto)
-    complete.instance_groups(proto, draft.gpus, preferred_groups)
+    complete.instance_groups(proto, draft.gpus, preferred_groups, uses_gpus=uses_gpus)
     validate.require(validate.instance_group_problems(proto, draft.gpus))
     return proto
 

@@ -263,6 +263,7 @@ class Hello(msgspec.Struct, array_like=True, tag="hello"):
 
     instances_as: str
     takes_requests: bool
+    uses_gpus: bool
     threads: int
     failure: Failure | None
 

@@ -64,6 +64,8 @@ class HostedModel:
     def __init__(self, spec: ModelSpec, pool: "Hosts", environment: BackendEnvironment, hello_as: str, takes: bool):
         self.spec = spec
         self.instances: list[Instance] = []
+        #: Whether the backend wants the machine's GPUs for instances of KIND_AUTO.
+        self.uses_gpus = False
         self._pool = pool
         self._environment = environment
         self._instances_as = hello_as
@@ -245,6 +247,7 @@ class Hosts:
             )
         hello = await environment.start()
         model = HostedModel(spec, self, environment, hello.instances_as, hello.takes_requests)
+        model.uses_gpus = hello.uses_gpus
         self._models[model] = None
         return model
 

@@ -218,6 +218,7 @@ class ThreadModel:
         self.spec = spec
         self.limits = limits
         self.takes_requests = False
+        self.uses_gpus = False
         self.instances: list[Instance] = []
         self.state = "stopped"
         self._threads: list[ThreadInstance] = []
@@ -231,6 +232,7 @@ class ThreadModel:
         reference = self.spec.reference or self.spec.backend
         self._backend = await asyncio.to_thread(load_backend, self.spec.backend, reference)
         self.takes_requests = issubclass(self._backend, RequestBackend)
+        self.uses_gpus = self._backend.uses_gpus()
 
     async def complete(self, config: ConfigDict) -> ConfigDict | None:
         """The configuration as the backend completes it, None to leave it. Raises the backend's error."""

@@ -103,8 +103,9 @@ class Zygote:
             sys.path[:] = start.path
         try:
             backend = load_backend(start.backend, start.reference)
+            uses_gpus = backend.uses_gpus()
         except BaseException as error:
-            self._channel.send(Hello("threads", False, 0, failure(error)))
+            self._channel.send(Hello("threads", False, False, 0, failure(error)))
             return False
         self._backend = backend
         saved = _restore_openblas_environment()
@@ -114,7 +115,8 @@ class Zygote:
         gc.collect()
         gc.freeze()
         threads = len(os.listdir("/proc/self/task"))
-        self._channel.send(Hello(backend.instances_as, issubclass(backend, RequestBackend), threads, None))
+        takes_requests = issubclass(backend, RequestBackend)
+        self._channel.send(Hello(backend.instances_as, takes_requests, uses_gpus, threads, None))
         return True
 
     def _fork(self, fork: Fork, control: int) -> None:

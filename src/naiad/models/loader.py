@@ -110,8 +110,8 @@ class ModelLoader:
         return path if path.is_file() else None
 
     async def _load_into(self, hosted: HostedModel | ThreadModel, draft: Draft, version: int, start: float) -> Model:
-        proposal = await hosted.complete(prepare(draft)) if self._auto_complete else None
-        config = finish(draft, proposal)
+        proposal = await hosted.complete(prepare(draft, uses_gpus=hosted.uses_gpus)) if self._auto_complete else None
+        config = finish(draft, proposal, uses_gpus=hosted.uses_gpus)
         labels = await asyncio.to_thread(read_labels, draft.directory, config)
         placed = placed_instances(config)
         claims = self._limiter.admit(placed)

@@ -14,7 +14,9 @@ from naiad.repository.snapshot import ModelDirectory, Snapshot, model_names, sca
 class RepositorySources:
     """The model repositories of the command line."""
 
-    def __init__(self, repositories: Sequence[str], *, config_name: str, auto_complete: bool, gpus: int) -> None:
+    def __init__(
+        self, repositories: Sequence[str], *, config_name: str, auto_complete: bool, gpus: tuple[int, ...]
+    ) -> None:
         self.repositories = tuple(repositories)
         self._config_name = config_name
         self._auto_complete = auto_complete

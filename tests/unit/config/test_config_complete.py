@@ -192,3 +192,20 @@ def test_a_proposal_cannot_change_the_scheduler() -> None:
 def test_a_proposal_must_be_a_configuration() -> None:
     with pytest.raises(InvalidArgument, match="has no field 'inputs'; did you mean 'input'"):
         _merge("", {"inputs": []})
+
+
+@pytest.mark.parametrize(
+    ("text", "uses_gpus", "kind"),
+    [
+        ("", True, "KIND_GPU"),
+        ("", False, "KIND_CPU"),
+        ("instance_group [ { kind: KIND_AUTO } ]", False, "KIND_CPU"),
+        ("instance_group [ { kind: KIND_CPU } ]", True, "KIND_CPU"),
+        ("instance_group [ { kind: KIND_GPU } ]", False, "KIND_GPU"),
+    ],
+)
+def test_only_backends_that_use_gpus_get_them_unasked(text: str, uses_gpus: bool, kind: str) -> None:
+    proto = parse_text(f'name: "m" backend: "b" {text}')
+    complete.instance_groups(proto, [0, 1], uses_gpus=uses_gpus)
+    (group,) = to_dict(proto)["instance_group"]
+    assert (group["kind"], group.get("gpus", [])) == (kind, [0, 1] if kind == "KIND_GPU" else [])

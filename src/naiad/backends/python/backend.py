@@ -48,6 +48,10 @@ class PythonBackend(RequestBackend):
     instances_as: ClassVar[Literal["threads", "processes"]] = "processes"
 
     @classmethod
+    def uses_gpus(cls) -> bool:
+        return True
+
+    @classmethod
     def autocomplete(cls, model: ModelContext) -> ConfigDict | None:
         """The configuration as `auto_complete_config` of the model's class has completed it."""
         current.enter(current.Instance(model.name, model.services, model.path.parent))

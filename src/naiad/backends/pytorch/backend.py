@@ -6,6 +6,8 @@ Error texts about a configuration are those of Triton's PyTorch backend.
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
+import torch
+
 from naiad.backends.api import Array, ArrayBackend, ConfigDict, InstanceContext, ModelContext
 from naiad.backends.pytorch import completion, loading, settings
 from naiad.backends.pytorch.arguments import Tree, check_declared
@@ -18,6 +20,10 @@ from naiad.errors import Internal, NaiadError
 class PyTorchBackend(ArrayBackend):
     modules: ClassVar[tuple[str, ...]] = ("torch", "torch.export")
     extra: ClassVar[str] = "torch"
+
+    @classmethod
+    def uses_gpus(cls) -> bool:
+        return torch.version.cuda is not None
 
     @classmethod
     def autocomplete(cls, model: ModelContext) -> ConfigDict | None:

@@ -35,6 +35,10 @@ class TensorflowBackend(ArrayBackend):
     extra: ClassVar[str] = "tensorflow"
 
     @classmethod
+    def uses_gpus(cls) -> bool:
+        return bool(tf.test.is_built_with_cuda())
+
+    @classmethod
     def autocomplete(cls, model: ModelContext) -> ConfigDict | None:
         is_saved_model = file_format(model) == "savedmodel"
         options = read_options(model)

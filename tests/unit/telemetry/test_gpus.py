@@ -1,0 +1,59 @@
+"""Which GPUs CUDA will see."""
+
+import sys
+
+import pytest
+
+from naiad.telemetry.gpus import gpus, visible
+
+A, B, C = UUIDS = ["GPU-aaaa-1", "GPU-aabb-2", "GPU-cccc-3"]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "seen"),
+    [
+        (None, UUIDS),
+        ("0,1,2", UUIDS),
+        ("2", [C]),
+        ("2,0", [C, A]),
+        (" 1 , 0 ", [B, A]),
+        ("", []),
+        ("-1", []),
+        ("NoDevFiles", []),
+        ("0,-1,1", [A]),
+        ("0,9,1", [A]),
+        ("0,0", []),
+        ("GPU-cc", [C]),
+        ("GPU-aa", []),
+        ("GPU-aaaa-1,GPU-aabb-2", [A, B]),
+        ("MIG-x,MIG-y", ["MIG-x", "MIG-y"]),
+    ],
+)
+def test_visible(chosen, seen):
+    assert visible(UUIDS, chosen) == seen
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    """A machine with two GPUs, of which this container has the second, and without NVML."""
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    for minor in (0, 1):
+        folder = tmp_path / f"proc/driver/nvidia/gpus/0000:0{minor}:00.0"
+        folder.mkdir(parents=True)
+        (folder / "information").write_text(f"Model: \t\t x\nGPU UUID: \t GPU-{minor}\nDevice Minor: \t {minor}\n")
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev" / "nvidia1").touch()
+    return tmp_path
+
+
+def test_the_driver_is_asked_where_there_is_no_nvml(machine):
+    assert gpus({}, machine) == (0,)
+    assert gpus({"CUDA_VISIBLE_DEVICES": "GPU-1"}, machine) == (0,)
+    assert gpus({"CUDA_VISIBLE_DEVICES": "GPU-0"}, machine) == ()
+    (machine / "dev" / "nvidia0").touch()
+    assert gpus({}, machine) == (0, 1)
+
+
+def test_a_machine_without_gpus(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert gpus({}, tmp_path) == ()
