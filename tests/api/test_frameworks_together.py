@@ -51,6 +51,7 @@ def server(tmp_path_factory):
         yield served
 
 
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
 @pytest.mark.parametrize("rows", [1, 5, 8])
 def test_all_three_answer_the_same(server, protocol, rows):
     image = np.random.default_rng(rows).normal(size=(rows, 16, 16, 3)).astype(np.float32)
@@ -64,8 +65,8 @@ def test_all_three_answer_the_same(server, protocol, rows):
         np.testing.assert_allclose(answer, answers[0], atol=1e-4)
 
 
-def test_a_model_that_cannot_be_loaded_harms_none(server, protocol):
-    states = server.client(protocol).index()
+def test_a_model_that_cannot_be_loaded_harms_none(server):
+    states = server.client("http").index()
     state, reason = states["broken", "1"]
     assert state == "UNAVAILABLE"
     assert "unable to find" in reason

@@ -1,6 +1,7 @@
 """Has the frameworks' converters write the result. In the converting process."""
 
 import importlib
+import inspect
 import shutil
 import subprocess
 import sys
@@ -112,6 +113,39 @@ def _from_file(target: str, source: Path, path: Path) -> None:
     if done.returncode or not path.is_file():
         lines = [line for line in done.stderr.splitlines() if line.strip()]
         raise NaiadError("tf2onnx has failed: " + "\n".join(lines[-5:]))
+    _complete_tf2onnx(path)
+
+
+def _complete_tf2onnx(path: Path) -> None:
+    """tf2onnx copies operators it does not know into the file. Erfc, of which Keras makes an exact GELU, is 1 - erf.
+    Raises NaiadError for all others."""
+    import onnx
+    from onnx import helper
+
+    model = onnx.load(str(path))
+    nodes: list[Any] = []
+    unknown = set()
+    for node in model.graph.node:
+        if node.domain in ("", "ai.onnx") and not onnx.defs.has(node.op_type):
+            if node.op_type != "Erfc":
+                unknown.add(node.op_type)
+                continue
+            out = node.output[0]
+            one = helper.make_tensor(f"{out}_one", onnx.TensorProto.FLOAT, [], [1.0])
+            nodes += [
+                helper.make_node("Erf", list(node.input), [f"{out}_erf"]),
+                helper.make_node("Constant", [], [f"{out}_one"], value=one),
+                helper.make_node("CastLike", [f"{out}_one", f"{out}_erf"], [f"{out}_like"]),
+                helper.make_node("Sub", [f"{out}_like", f"{out}_erf"], [out]),
+            ]
+        else:
+            nodes.append(node)
+    if unknown:
+        raise NaiadError(f"tf2onnx cannot convert these operators of the model: {', '.join(sorted(unknown))}")
+    if len(nodes) != len(model.graph.node):
+        del model.graph.node[:]
+        model.graph.node.extend(nodes)
+        onnx.save(model, str(path))
 
 
 # --- scikit-learn ---------------------------------------------------------------------------------------------------
@@ -184,7 +218,7 @@ def _exported(job: Job, source: Source, arguments: tuple[Any, ...]) -> Any:
         from torch._export.converter import TS2EPConverter
 
         with torch.no_grad():
-            module = TS2EPConverter(module, arguments).convert().module()
+            module = _with_names(TS2EPConverter(module, arguments).convert().module(), source)
     dynamic = tuple(
         {at: torch.export.Dim.DYNAMIC for at, dim in enumerate(it.dims) if dim == -1} or None for it in source.inputs
     )
@@ -197,6 +231,24 @@ def _exported(job: Job, source: Source, arguments: tuple[Any, ...]) -> Any:
             f"torch.export has failed with dynamic shapes: {error}\nIf the model takes one shape only, give that with"
             " --shape, and --no-batch"
         ) from error
+
+
+def _with_names(module: Any, source: Source) -> Any:
+    """The module with the arguments that the source had: "x", where the converter calls it "x_1"."""
+    import torch
+
+    class Renamed(torch.nn.Module):  # type: ignore[misc]  # torch is not there for mypy
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = module
+
+        def forward(self, *arguments: Any) -> Any:
+            return self.inner(*arguments)
+
+    names = ["self", *(it.name for it in source.inputs)]
+    parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
+    Renamed.forward.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return Renamed()
 
 
 def _torch_to_openvino(job: Job, source: Source, path: Path, arguments: tuple[Any, ...], outputs: list[str]) -> None:
