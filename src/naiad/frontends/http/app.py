@@ -14,6 +14,7 @@ from naiad.frontends.http.listener import Listener
 from naiad.frontends.http.management import Management, Settings
 from naiad.frontends.http.replies import PLAIN, reply_error
 from naiad.frontends.http.routes import Route, Routes
+from naiad.frontends.http.streaming import Streaming
 from naiad.frontends.http.surface import Engine
 from naiad.options import Restriction
 from naiad.protocol.json_codec import DEFAULT_MAX_INPUT_SIZE
@@ -52,8 +53,10 @@ class HttpFrontend:
         tls: ssl.SSLContext | None = None,
     ) -> None:
         forwarding = HeaderForwarding(header_forward_pattern)
+        inference = Inference(engine, regions, forwarding, max_input_size, trace_settings)
         self._routes = Routes(
-            Inference(engine, regions, forwarding, max_input_size, trace_settings),
+            inference,
+            Streaming(inference),
             Generation(engine, forwarding, max_input_size, trace_settings),
             Management(engine, regions, trace_settings, log_settings),
             restricted_apis,

@@ -157,17 +157,18 @@ _KEPT_HEADS = 4096
 
 
 class Stream:
-    """A reply that is sent in chunks, as they come."""
+    """A reply that is sent piece by piece, as they come; in chunks, but to a client of HTTP/1.0, which knows none."""
 
-    __slots__ = ("_connection",)
+    __slots__ = ("_connection", "_in_chunks")
 
-    def __init__(self, connection: "Connection") -> None:
+    def __init__(self, connection: "Connection", in_chunks: bool) -> None:
         self._connection = connection
+        self._in_chunks = in_chunks
 
     async def send_bytes(self, data: bytes) -> None:
         """Raises ConnectionClosed when the client has left; waits while it reads slowly."""
         if data:
-            self._connection.write(b"%x\r\n%b\r\n" % (len(data), data))
+            self._connection.write(b"%x\r\n%b\r\n" % (len(data), data) if self._in_chunks else data)
         await self._connection.drained()
 
 
@@ -243,17 +244,24 @@ class Exchange:
     def response_stream(self, status: int, headers: Headers) -> Stream:
         """Begins a reply in chunks; `end_stream` is due after the last one."""
         self._begin()
-        end = b"transfer-encoding: chunked\r\n\r\n"
-        if not self.keep_alive or self.head.is_http_1_0:
+        in_chunks = not self.head.is_http_1_0
+        if in_chunks:
+            end = b"transfer-encoding: chunked\r\n\r\n"
+        else:
+            # The end of the connection is the end of the reply.
+            self.keep_alive = False
+            end = b"\r\n"
+        if not self.keep_alive:
             end = self.connection_header + end
         self._connection.write(_head(status, headers) + end)
         self.is_streaming = True
-        return Stream(self._connection)
+        return Stream(self._connection, in_chunks)
 
     def end_stream(self) -> None:
         self.is_streaming = False
         self.on_disconnect = None
-        self._connection.write(b"0\r\n\r\n")
+        if not self.head.is_http_1_0:
+            self._connection.write(b"0\r\n\r\n")
         self._connection.answered(self)
 
     def _begin(self) -> None:

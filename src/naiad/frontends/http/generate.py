@@ -1,21 +1,19 @@
 """POST .../generate and .../generate_stream: one JSON object, or server-sent events. On the event loop."""
 
-import asyncio
 import time
-from collections import deque
 
 from naiad.errors import InvalidArgument, NaiadError
-from naiad.frontends.http.connection import Exchange, Stream
+from naiad.frontends.http.connection import Exchange
 from naiad.frontends.http.inference import HeaderForwarding, InferenceEngine, ServedModel
 from naiad.frontends.http.replies import EVENTS, JSON
+from naiad.frontends.http.streaming import Message, Messages, send_all
 from naiad.messages import InferResponse, Result
 from naiad.protocol.generate_codec import decode_generate, generate_document
 from naiad.protocol.json_codec import DEFAULT_MAX_INPUT_SIZE
 from naiad.protocol.json_text import dump, error_document
 from naiad.telemetry.trace import TraceSettings, off
 
-#: A stream whose client reads so slowly that this much has gathered is ended.
-_MAX_BACKLOG = 64 << 20
+_TOO_SLOW = error_document("the client reads the stream too slowly; it is ended")
 _NOT_ONE = error_document(
     "generate expects model to produce exactly 1 response, use generate stream for model that generates various number "
     "of responses"
@@ -25,25 +23,21 @@ _NOT_ONE = error_document(
 class _Responses:
     """The responses of a call as JSON texts, in order."""
 
-    __slots__ = ("_keep_all", "_wake", "backlog", "count", "final", "status", "texts")
+    __slots__ = ("_keep_all", "count", "messages", "status")
 
     def __init__(self, keep_all: bool) -> None:
         self._keep_all = keep_all
-        self._wake = asyncio.Event()
-        self.texts: deque[bytes] = deque()
-        self.backlog = 0
+        self.messages = Messages()
         self.count = 0
         #: HTTP status: the first response decides it. Triton calls every kind of error a bad request here.
         self.status = 200
-        self.final = False
 
     def send(self, result: Result | None, final: bool) -> None:
         if result is not None:
             if self._keep_all or self.count == 0:
                 self._add(result)
             self.count += 1
-        self.final = final
-        self._wake.set()
+        self.messages.wake(final)
 
     def _add(self, result: Result) -> None:
         status = 200
@@ -57,20 +51,7 @@ class _Responses:
             status = 400
         if self.count == 0:
             self.status = status
-        self.texts.append(text)
-        self.backlog += len(text)
-
-    async def more(self) -> None:
-        """Returns when there is something new since the last time."""
-        await self._wake.wait()
-        self._wake.clear()
-
-    def take(self) -> bytes:
-        """All the texts that have gathered, as events."""
-        events = b"".join([b"data: %b\n\n" % text for text in self.texts])
-        self.texts.clear()
-        self.backlog = 0
-        return events
+        self.messages.add(Message(text))
 
 
 class Generation:
@@ -109,40 +90,22 @@ class Generation:
         responses = _Responses(keep_all=stream)
         call = self._engine.infer(request, responses)
         exchange.on_disconnect = call.cancel
+        messages = responses.messages
         try:
             if stream:
-                await _stream(exchange, responses)
+                await send_all(exchange, messages, lambda: responses.status, EVENTS, b"data: %b\n\n", _TOO_SLOW)
             else:
                 await _single(exchange, responses)
         finally:
-            if not responses.final:
+            if not messages.final:
                 # The client has gone, or reads too slowly.
                 call.cancel()
 
 
 async def _single(exchange: Exchange, responses: _Responses) -> None:
-    while not responses.final:
-        await responses.more()
-    text = responses.texts[0] if responses.count == 1 else _NOT_ONE
+    while not responses.messages.final:
+        await responses.messages.more()
+    text = responses.messages.waiting[0].text if responses.count == 1 else _NOT_ONE
     # In chunks, as Triton answers here.
     transport = exchange.response_stream(responses.status, JSON)
     await transport.send_bytes(text)
-
-
-async def _stream(exchange: Exchange, responses: _Responses) -> None:
-    transport: Stream | None = None
-    while True:
-        if responses.texts or responses.final:
-            if transport is None:
-                transport = exchange.response_stream(responses.status, EVENTS)
-            if responses.backlog > _MAX_BACKLOG:
-                responses.texts.clear()
-                responses.texts.append(error_document("the client reads the stream too slowly; it is ended"))
-                await transport.send_bytes(responses.take())
-                return
-            if responses.texts:
-                await transport.send_bytes(responses.take())
-                continue
-            if responses.final:
-                return
-        await responses.more()

@@ -31,7 +31,7 @@ from naiad.telemetry.trace import TraceSettings, off
 
 #: JSON texts from this many bytes on are read and written in a thread, so that the loop goes on.
 LARGE = 1 << 20
-_UNKNOWN_ENCODING: Headers = [*PLAIN, ("accept-encoding", "gzip, deflate")]
+UNKNOWN_ENCODING: Headers = [*PLAIN, ("accept-encoding", "gzip, deflate")]
 
 
 class Cancellable(Protocol):
@@ -156,17 +156,17 @@ class Inference:
         max_input_size: int = DEFAULT_MAX_INPUT_SIZE,
         traces: TraceSettings | None = None,
     ) -> None:
-        self._engine = engine
+        self.engine = engine
         self._regions = regions
         self._forwarding = forwarding
         self._max_input_size = max_input_size
-        self._traces = off() if traces is None else traces
+        self.traces = off() if traces is None else traces
         self._tasks: set[asyncio.Task[None]] = set()
 
     def infer(self, exchange: Exchange, name: str, version: int) -> Coroutine[Any, Any, None] | None:
         """Submits the request; the reply is sent when the model has answered. What takes long to read is read in a
         thread, by the coroutine that is returned then."""
-        model: ServedModel = self._engine.model(name, version)
+        model: ServedModel = self.engine.model(name, version)
         if model.config.decoupled:
             raise Unsupported("HTTP end point doesn't support models with decoupled transaction policy")
         headers = exchange.headers
@@ -174,7 +174,7 @@ class Inference:
         encoding = headers.get("content-encoding")
         if encoding is not None and encoding != "identity":
             if encoding not in ENCODINGS:
-                reply_error(exchange, Unsupported("Unsupported compression type"), _UNKNOWN_ENCODING)
+                reply_error(exchange, Unsupported("Unsupported compression type"), UNKNOWN_ENCODING)
                 return None
             if len(body) >= LARGE:
                 return self._infer_slowly(exchange, model, version)
@@ -183,7 +183,7 @@ class Inference:
         if json_size >= LARGE:
             return self._infer_slowly(exchange, model, version)
         try:
-            start_ns = time.monotonic_ns() if self._traces.active else 0
+            start_ns = time.monotonic_ns() if self.traces.active else 0
             request, plan = self._decode(exchange, model, version, body, json_size)
             self._submit(exchange, model, request, plan, start_ns)
         except NaiadError as error:
@@ -191,18 +191,29 @@ class Inference:
         return None
 
     async def _infer_slowly(self, exchange: Exchange, model: ServedModel, version: int) -> None:
-        # Regions are only looked up and read in the thread, which no change on the loop can tear.
-        headers = exchange.headers
-        body = exchange.body
-        if headers.get("content-encoding") in ENCODINGS:
-            body = await asyncio.to_thread(decompress, bytes(body), self._max_input_size)
-        json_size = header_length(headers.get("inference-header-content-length"), len(body))
+        body, json_size = await self._text(exchange)
         try:
-            start_ns = time.monotonic_ns() if self._traces.active else 0
+            start_ns = time.monotonic_ns() if self.traces.active else 0
+            # Regions are only looked up and read in the thread, which no change on the loop can tear.
             request, plan = await asyncio.to_thread(self._decode, exchange, model, version, body, json_size)
             self._submit(exchange, model, request, plan, start_ns)
         except NaiadError as error:
             reply_error(exchange, error, JSON)
+
+    async def read(self, exchange: Exchange, model: ServedModel, version: int) -> tuple[InferRequest, OutputPlan]:
+        """The request of an exchange whose content-encoding is known, for handlers that answer in their own way."""
+        body, json_size = await self._text(exchange)
+        if json_size < LARGE:
+            return self._decode(exchange, model, version, body, json_size)
+        return await asyncio.to_thread(self._decode, exchange, model, version, body, json_size)
+
+    async def _text(self, exchange: Exchange) -> tuple[bytes | memoryview, int]:
+        """(the body, decompressed; how much of it is JSON)"""
+        headers = exchange.headers
+        body = exchange.body
+        if headers.get("content-encoding") in ENCODINGS:
+            body = await asyncio.to_thread(decompress, bytes(body), self._max_input_size)
+        return body, header_length(headers.get("inference-header-content-length"), len(body))
 
     def _decode(
         self, exchange: Exchange, model: ServedModel, version: int, body: bytes | memoryview, json_size: int
@@ -216,7 +227,18 @@ class Inference:
     def _submit(
         self, exchange: Exchange, model: ServedModel, request: InferRequest, plan: OutputPlan, start_ns: int
     ) -> None:
-        regions: dict[str, RegionOutput] = _NO_REGIONS
+        regions = self.output_regions(exchange, plan)
+        accepted = exchange.headers.get("accept-encoding")
+        encoding = None if accepted is None else choose(accepted)
+        if start_ns:
+            request = self.traces.follow(request, "HTTP", start_ns, exchange.headers.get)
+        call = self.engine.infer(request, _Reply(exchange, plan, model, regions, encoding, self._tasks))
+        if not exchange.is_answered:
+            exchange.on_disconnect = call.cancel
+
+    def output_regions(self, exchange: Exchange, plan: OutputPlan) -> dict[str, RegionOutput]:
+        """What writes the outputs that are to go to shared memory, by output. Raises NotFound, InvalidArgument."""
+        regions = _NO_REGIONS
         for spec in plan.outputs.values():
             if spec.region is not None:
                 if regions is _NO_REGIONS:
@@ -224,13 +246,7 @@ class Inference:
                 regions[spec.name] = self._region_output(
                     exchange, spec.region, spec.region_offset, spec.region_byte_size
                 )
-        accepted = exchange.headers.get("accept-encoding")
-        encoding = None if accepted is None else choose(accepted)
-        if start_ns:
-            request = self._traces.follow(request, "HTTP", start_ns, exchange.headers.get)
-        call = self._engine.infer(request, _Reply(exchange, plan, model, regions, encoding, self._tasks))
-        if not exchange.is_answered:
-            exchange.on_disconnect = call.cancel
+        return regions
 
     def _region_input(self, exchange: Exchange) -> RegionInput | None:
         regions = self._regions

@@ -10,6 +10,7 @@ JSON: Headers = [("content-type", "application/json")]
 #: Errors of routing, access and models carry JSON too, but Triton labels them so.
 PLAIN: Headers = [("content-type", "text/plain")]
 EVENTS: Headers = [("content-type", "text/event-stream; charset=utf-8")]
+LINES: Headers = [("content-type", "application/x-ndjson")]
 
 
 def status_of(error: NaiadError) -> int:

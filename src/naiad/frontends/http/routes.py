@@ -13,6 +13,7 @@ from naiad.frontends.http.generate import Generation
 from naiad.frontends.http.inference import Inference
 from naiad.frontends.http.management import Management
 from naiad.frontends.http.replies import JSON, PLAIN
+from naiad.frontends.http.streaming import Streaming
 from naiad.options import Restriction
 
 #: Answers an exchange: before it returns, or in the coroutine it returns.
@@ -25,7 +26,7 @@ _LARGEST_VERSION = 2**63 - 1
 _CACHED = 4096
 
 _MODEL = re.compile(
-    r"/v2/models/([^/]+)(?:/versions/([0-9]+))?(?:/(infer|generate|generate_stream|ready|stats|config|trace/setting))?"
+    r"/v2/models/([^/]+)(?:/versions/([0-9]+))?(?:/(infer|infer_stream|generate|generate_stream|ready|stats|config|trace/setting))?"
 )
 _REPOSITORY = re.compile(r"/v2/repository(?:/([^/]+))?/(?:(index)|models/([^/]+)/(load|unload))")
 _REGION = re.compile(r"/v2/(system|cuda)sharedmemory(?:/region/([^/]+))?/(status|register|unregister)")
@@ -48,6 +49,7 @@ class Routes:
     def __init__(
         self,
         inference: Inference,
+        streaming: Streaming,
         generation: Generation,
         management: Management,
         restrictions: Sequence[Restriction] = (),
@@ -60,6 +62,7 @@ class Routes:
         self._of_model: dict[str | None, tuple[Handler, str, frozenset[str], Headers]] = {
             None: (management.model_metadata, "metadata", _GET, JSON),
             "infer": (inference.infer, "inference", _POST, PLAIN),
+            "infer_stream": (streaming.infer_stream, "inference", _POST, JSON),
             "generate": (generation.generate, "inference", _POST, JSON),
             "generate_stream": (generation.generate_stream, "inference", _POST, JSON),
             "ready": (management.model_ready, "health", _GET, PLAIN),

@@ -64,11 +64,13 @@ class FakeCall:
         self.request = request
         self.sink = sink
         self.cancelled = asyncio.Event()
+        self.sent = 0
 
     def cancel(self) -> None:
         self.cancelled.set()
 
     def send(self, answer: Arrays | NaiadError | None, final: bool) -> None:
+        self.sent += 1
         result: Result | None
         if isinstance(answer, dict):
             outputs = tuple(
