@@ -6,6 +6,7 @@ from any thread.
 """
 
 import threading
+import weakref
 from collections.abc import Mapping, Sequence
 from math import prod
 from time import monotonic_ns
@@ -99,6 +100,9 @@ def _array(datatype: int, shape: tuple[int, ...], data: memoryview, offset: int,
     return np.ndarray(shape, _DATATYPES[datatype].numpy, data, offset)
 
 
+#: Inputs up to this size are copied out of the arena for backends that see single requests, since their code may keep
+#: them; larger ones are not, and where they are kept the server gets itself another arena.
+_COPIED = 64 * 1024
 #: Up to here a copy more costs less than making an array of the destination.
 _SMALL = 16 * 1024
 
@@ -366,6 +370,11 @@ def _request_shapes(tensor: Input, rows: Sequence[int]) -> list[Shape]:
     return [(0,) if shape is None else shape for shape in tensor.shapes]
 
 
+def _extent(inputs: Sequence[Input]) -> int:
+    """How much of the arena the inputs take."""
+    return inputs[-1].offset + inputs[-1].byte_size if inputs else 0
+
+
 def _split(tensor: Input, rows: Sequence[int], data: memoryview, copy: bool) -> list[Array | None]:
     """The arrays of each request, None for one without this input; `copy` where `data` is used again too early."""
     offset = tensor.offset
@@ -476,10 +485,17 @@ class RequestExecution:
         inputs_ns = 0
         problem: Failure | None = None
         requests: list[HostRequest] = []
+        in_use: weakref.ref[Array] | None = None
+        if not frame.one_shot and _extent(frame.inputs) > _COPIED:
+            # Arrays that model code keeps keep this one, which is how they are noticed.
+            whole = np.frombuffer(data, np.uint8)
+            in_use = weakref.ref(whole)
+            data = whole.data
+            del whole
         self._outputs.begin()
         self._executing = frame.batch
         try:
-            requests = self._requests(frame, data)
+            requests = self._requests(frame, data, not frame.one_shot and in_use is None)
             self._open[frame.batch] = requests
             inputs_ns = monotonic_ns()
             self.backend.execute(requests)
@@ -493,6 +509,7 @@ class RequestExecution:
                 unanswered = [request for request in requests if not request.answered]
                 for request in unanswered:
                     request.answered = True
+                    request.inputs = {}
                 if problem is None and unanswered:
                     problem = Failure(
                         "Internal",
@@ -500,8 +517,10 @@ class RequestExecution:
                         "requests of a batch",
                     )
                 self._open.pop(frame.batch, None)
+            del data
+            keeps_inputs = in_use is not None and in_use() is not None
             times = (received_ns, inputs_ns or computed_ns, computed_ns, monotonic_ns())
-            self._link.send(Results(frame.batch, None, collected, problem, times, 0), None)
+            self._link.send(Results(frame.batch, None, collected, problem, times, 0, keeps_inputs), None)
 
     def cancel(self, batch: int, index: int) -> None:
         """From the control thread."""
@@ -599,12 +618,10 @@ class RequestExecution:
         outputs, one_shot = self._outputs.place(packed, in_time)
         return Response(index, outputs, dict(result.parameters), None, final), one_shot
 
-    def _requests(self, frame: Execute, data: memoryview) -> list[HostRequest]:
+    def _requests(self, frame: Execute, data: memoryview, copy: bool) -> list[HostRequest]:
         count = len(frame.rows)
         details = frame.details or [_NO_DETAILS] * count
         arrays: list[dict[str, Array]] = [{} for _ in range(count)]
-        # The server uses the arena again while model code may still hold arrays of it; a one-shot is ours alone.
-        copy = not frame.one_shot
         for tensor in frame.inputs:
             spec = self._signature.reshaped_inputs.get(tensor.name)
             for index, array in enumerate(_split(tensor, frame.rows, data, copy)):

@@ -78,7 +78,7 @@ class Execute(msgspec.Struct, array_like=True, gc=False):
     """One batch. `outputs` are those anybody asked for, empty for all. `details` is None where all are defaults.
 
     With `one_shot` > 0 the inputs lie in a memfd of that many bytes which comes with the frame, else in the
-    instance's input arena.
+    instance's input arena. A descriptor without `one_shot` is a new input arena.
     """
 
     batch: int
@@ -124,7 +124,8 @@ class Results(msgspec.Struct, array_like=True, gc=False):
     """Results of a batch, one frame or several. `outputs` are batched: the server splits them by rows.
 
     `failure` is for all requests that have no final response yet. `times` (received, inputs ready, outputs
-    computed, done; ns of CLOCK_MONOTONIC) says that the instance can take another batch.
+    computed, done; ns of CLOCK_MONOTONIC) says that the instance can take another batch. `keeps_inputs`: model code
+    still holds arrays that lie in the input arena, which therefore is not to be used again.
     """
 
     batch: int
@@ -133,6 +134,7 @@ class Results(msgspec.Struct, array_like=True, gc=False):
     failure: Failure | None
     times: tuple[int, int, int, int] | None
     one_shot: int
+    keeps_inputs: bool = False
 
 
 # ---- control -------------------------------------------------------------------------------------------------

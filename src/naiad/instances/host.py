@@ -59,10 +59,14 @@ class SocketLink:
         if received is None:
             return None
         frame, fds = received
-        if not frame.one_shot:
+        if not fds:
             return frame, self.inputs
         try:
-            return frame, arena.map_shared(fds[0], frame.one_shot)
+            if frame.one_shot:
+                return frame, arena.map_shared(fds[0], frame.one_shot)
+            # Model code keeps arrays of the one before.
+            self.inputs = arena.map_shared(fds[0], os.fstat(fds[0]).st_size)
+            return frame, self.inputs
         except NaiadError as error:
             now = monotonic_ns()
             self._channel.send(Results(frame.batch, None, None, failure(error), (now, now, now, now), 0))

@@ -59,8 +59,6 @@ class Limits(msgspec.Struct, frozen=True):
     """Sizes in bytes of what batches may take. Larger batches than an arena travel in memory files of their own."""
 
     arena: int = 64 * 1024 * 1024
-    #: For backends that keep single requests: what lies in the arena is copied in the host, larger inputs are not.
-    request_arena: int = 1024 * 1024
     #: The inputs, or the outputs, of one execution.
     batch: int = 8 * 1024 * 1024 * 1024
 
@@ -105,16 +103,15 @@ class ProcessInstance:
 
     def connect(self) -> list[int]:
         """Makes socket and arenas; the descriptors for the host, which the caller closes once they are sent."""
-        limits = self._tenant.host.limits
-        input_size = limits.request_arena if self._tenant.takes_requests else limits.arena
+        size = self._tenant.host.limits.arena
         fds: list[int] = []
         try:
-            input_fd = arena.create("naiad inputs", input_size)
+            input_fd = arena.create("naiad inputs", size)
             fds.append(input_fd)
-            output_fd = arena.create("naiad outputs", limits.arena)
+            output_fd = arena.create("naiad outputs", size)
             fds.append(output_fd)
-            self._inputs = arena.map_shared(input_fd, input_size)
-            self._outputs = arena.map_shared(output_fd, limits.arena)
+            self._inputs = arena.map_shared(input_fd, size)
+            self._outputs = arena.map_shared(output_fd, size)
             mine, theirs = socket.socketpair()
         except (OSError, NaiadError):
             for fd in fds:
@@ -176,13 +173,31 @@ class ProcessInstance:
             0,
         )
         inputs, channel = self._inputs, self._channel
-        assert inputs is not None
         assert channel is not None
-        if laid_out.byte_size <= len(inputs):
+        if laid_out.byte_size > self._tenant.host.limits.arena:
+            self._execute_large(frame, laid_out)
+        elif inputs is None:
+            self._execute_in_new_arena(frame, laid_out, channel)
+        else:
             laid_out.write(inputs)
             channel.send(frame)
-        else:
-            self._execute_large(frame, laid_out)
+
+    def _execute_in_new_arena(self, frame: Execute, laid_out: layout.Layout, channel: LoopChannel[Results]) -> None:
+        """Model code keeps arrays that lie in the old one."""
+        size = self._tenant.host.limits.arena
+        try:
+            fd = arena.create("naiad inputs", size)
+        except NaiadError as error:
+            self._refuse(frame.batch, error)
+            return
+        try:
+            self._inputs = arena.map_shared(fd, size)
+            laid_out.write(self._inputs)
+            channel.send(frame, (fd,))
+        except NaiadError as error:
+            self._refuse(frame.batch, error)
+        finally:
+            os.close(fd)
 
     def _execute_large(self, frame: Execute, laid_out: layout.Layout) -> None:
         size = laid_out.byte_size
@@ -258,6 +273,8 @@ class ProcessInstance:
             finally:
                 for fd in fds:
                     os.close(fd)
+        if results.keeps_inputs:
+            self._inputs = None
         if self._batches.deliver(results, region):
             self.on_change()
         if not self._is_attached:

@@ -133,8 +133,7 @@ class ThreadInstance:
         frame = Execute(number, laid_out.inputs, list(batch.rows), layout.asked_outputs(requests), details, 0)
         size = laid_out.byte_size
         data = self._inputs
-        # Model code may keep the inputs of a decoupled request; only memory that is its own stays as it is.
-        if size > len(data) or (self._model.takes_requests and size > self._limits.request_arena):
+        if size > len(data):
             try:
                 if size > self._limits.batch:
                     raise laid_out.too_large(self._model.spec.name, self._limits.batch)
@@ -157,6 +156,8 @@ class ThreadInstance:
 
     def on_results(self, results: Results, region: memoryview) -> None:
         """On the loop, from the instance's thread."""
+        if results.keeps_inputs:
+            self._inputs = arena.private(self._limits.arena)
         self._batches.deliver(results, region)
         self._changed()
 

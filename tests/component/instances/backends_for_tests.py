@@ -128,6 +128,18 @@ class Echo(RequestBackend):
                 request.send(BackendResponse(outputs, seen), True)
 
 
+class Remembering(RequestBackend):
+    """Keeps the inputs of every request, and answers those of the one before."""
+
+    def __init__(self, model, instance):
+        self.kept = []
+
+    def execute(self, requests):
+        for request in requests:
+            self.kept.append(request.inputs["INPUT0"])
+            request.send(BackendResponse({"OUTPUT0": self.kept[max(0, len(self.kept) - 2)]}), True)
+
+
 class Counting(RequestBackend):
     """Decoupled: as many responses as INPUT0 says, from a thread, after `execute` has returned."""
 

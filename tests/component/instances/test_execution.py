@@ -82,7 +82,7 @@ async def test_empty_tensors_and_scalars_of_rows(both):
 @pytest.mark.parametrize("size", [16, 100_000, 5_000_000, 40_000_000])
 async def test_sizes_below_and_above_the_arenas(make_lab, size):
     for isolation in "model", "none":
-        async with make_lab(isolation=isolation, limits=Limits(arena=2**20, request_arena=2**16)) as lab:
+        async with make_lab(isolation=isolation, limits=Limits(arena=2**20)) as lab:
             for backend in "Identity", "Echo":
                 model = await lab.load(backend, config("UINT8", max_batch_size=8), name=backend)
                 value = np.arange(size, dtype=np.uint32).astype(np.uint8)
@@ -92,8 +92,21 @@ async def test_sizes_below_and_above_the_arenas(make_lab, size):
                     assert (results[1][0].outputs["OUTPUT0"] == value[::-1]).all()
 
 
+@pytest.mark.parametrize("size", [16, 100_000])
+async def test_inputs_that_model_code_keeps_stay_as_they_were(both, size):
+    model = await both.load("Remembering", config("UINT8", max_batch_size=8))
+    answers = []
+    for value in range(5):
+        [[response]] = await run(model.instances[0], request(np.full((1, size), value, np.uint8)))
+        output = response.outputs["OUTPUT0"]
+        assert output.shape == (1, size)
+        assert (output == output[0, 0]).all()
+        answers.append(int(output[0, 0]))
+    assert answers == [0, 0, 1, 2, 3]
+
+
 async def test_more_than_the_limit_is_refused_with_the_numbers(make_lab):
-    limits = Limits(arena=1024, request_arena=1024, batch=1_000_000)
+    limits = Limits(arena=1024, batch=1_000_000)
     for isolation in "model", "none":
         async with make_lab(isolation=isolation, limits=limits) as lab:
             model = await lab.load("Identity", config("UINT8"))
