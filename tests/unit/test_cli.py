@@ -153,7 +153,10 @@ def test_init_overwrites_nothing(tmp_path):
     assert "exists already" in result.output
 
 
-@pytest.mark.parametrize("arguments", [[], ["--example", "--backend=python"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["--example", "--backend=python"], ["--backend=python", "--with=torch"], ["--example", "--with=caffe"]],
+)
 def test_init_wants_one_of_its_options(tmp_path, arguments):
     result = CliRunner().invoke(init.command, [str(tmp_path / "x"), *arguments])
     assert result.exit_code == 2
@@ -164,3 +167,13 @@ def test_init_writes_the_example(tmp_path):
     result = CliRunner().invoke(init.command, [str(tmp_path / "models"), "--example"])
     assert result.exit_code == 0, result.output
     assert list((tmp_path / "models").rglob("config.pbtxt"))
+
+
+def test_init_writes_the_example_for_frameworks(tmp_path, monkeypatch):
+    written = []
+    monkeypatch.setattr(init, "write_example", lambda directory, frameworks: written.append(frameworks))
+    monkeypatch.setattr(init, "installed", lambda: ["openvino"])
+    for value in ("torch, tensorflow,torch", "installed"):
+        result = CliRunner().invoke(init.command, [str(tmp_path), "--example", f"--with={value}"])
+        assert result.exit_code == 0, result.output
+    assert written == [["torch", "tensorflow"], ["openvino"]]

@@ -6,6 +6,7 @@ from pathlib import Path
 import click
 
 from naiad.errors import NaiadError
+from naiad.examples import FRAMEWORKS, installed, write_example
 
 #: Backend -> the file of a model that the user has to bring.
 _FILES = {
@@ -78,6 +79,17 @@ def write_model(directory: Path, backend: str) -> list[Path]:
     return [config]
 
 
+def chosen(frameworks: str) -> list[str]:
+    """The frameworks that `--with` names, each once. Raises UsageError for a name that is none."""
+    names = list(dict.fromkeys(name.strip() for name in frameworks.split(",") if name.strip()))
+    if names == ["installed"]:
+        return installed()
+    for name in names:
+        if name not in FRAMEWORKS:
+            raise click.UsageError(f"--with={name}: there are {', '.join(FRAMEWORKS)} and installed")
+    return names
+
+
 @click.command("init")
 @click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
 @click.option("--example", is_flag=True, help="Write the example model repository into DIR.")
@@ -86,10 +98,19 @@ def write_model(directory: Path, backend: str) -> list[Path]:
     type=click.Choice(["python", *_FILES]),
     help="Write a model for this backend: DIR is <repository>/<model>.",
 )
-def command(directory: Path, example: bool, backend: str | None) -> None:
+@click.option(
+    "--with",
+    "frameworks",
+    metavar="FRAMEWORK,...",
+    help="With --example: the classifier also as models of tensorflow, torch, openvino, which have to be installed;"
+    " 'installed' for all that are.",
+)
+def command(directory: Path, example: bool, backend: str | None, frameworks: str | None) -> None:
     """Write the example model repository, or the folder of one new model, to start from."""
     if example == (backend is not None):
         raise click.UsageError("say one of --example and --backend=<backend>")
+    if frameworks is not None and not example:
+        raise click.UsageError("--with goes with --example")
     if backend is not None:
         for path in write_model(directory, backend):
             click.echo(f"wrote {path}")
@@ -97,10 +118,8 @@ def command(directory: Path, example: bool, backend: str | None) -> None:
             click.echo(f"now put the model at {directory / '1' / _FILES[backend]}")
         repository = directory.parent
     else:
-        from naiad.examples import write_example
-
         try:
-            write_example(directory)
+            write_example(directory, chosen(frameworks or ""))
         except NaiadError as error:
             raise click.ClickException(error.message) from error
         click.echo(f"wrote the example model repository {directory}")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from naiad import examples
-from naiad.errors import AlreadyExists
+from naiad.errors import AlreadyExists, NaiadError, Unavailable
 
 REPOSITORY = Path(examples.__file__).parent / "repository"
 
@@ -19,11 +19,42 @@ REPOSITORY = Path(examples.__file__).parent / "repository"
 class TestWriteExample:
     def test_writes_every_model(self, tmp_path: Path) -> None:
         folders = examples.write_example(tmp_path / "new" / "models")
-        assert [folder.name for folder in folders] == ["digits", "digits_png"]
+        names = ["digits", "digits_cascade", "digits_from_png", "digits_linear", "digits_png", "running_sum", "words"]
+        assert [folder.name for folder in folders] == names
+        assert sorted(folder.name for folder in (tmp_path / "new/models").iterdir()) == names
         assert (tmp_path / "new/models/digits/1/model.onnx").stat().st_size > 10_000
         assert (tmp_path / "new/models/digits/labels.txt").read_text().split()[:2] == ["zero", "one"]
         assert all((folder / "config.pbtxt").is_file() for folder in folders)
+        # A version needs its folder, even if there is nothing to put into it.
+        assert all((folder / "1").is_dir() for folder in folders)
         assert not list(tmp_path.rglob("__pycache__"))
+
+    def test_writes_nothing_where_a_framework_is_missing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(examples, "installed", lambda: ["torch"])
+        with pytest.raises(Unavailable, match=r"not installed: openvino; try: pip install 'naiad\[openvino\]'"):
+            examples.write_example(tmp_path / "models", ["torch", "openvino"])
+        assert not list(tmp_path.iterdir())
+
+    def test_a_framework_that_fails_leaves_nothing_and_says_why(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (tmp_path / "torch.py").write_text("raise ImportError('libtorch is broken')")
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+        monkeypatch.setattr(examples, "installed", lambda: ["torch"])
+        with pytest.raises(NaiadError, match=r"the models of torch could not be written:(?s:.*)libtorch is broken"):
+            examples.write_example(tmp_path / "models", ["torch"])
+        assert not (tmp_path / "models").exists()
+
+    @pytest.mark.parametrize("framework", examples.FRAMEWORKS)
+    def test_writes_models_of_frameworks(self, framework: str, tmp_path: Path) -> None:
+        if framework not in examples.installed():
+            pytest.skip(f"{framework} is not installed")
+        folders = examples.write_example(tmp_path / "models", [framework])
+        assert [folder.name for folder in folders] == [*examples.MODELS, *examples.FRAMEWORKS[framework]]
+        for name in examples.FRAMEWORKS[framework]:
+            files = [path for path in (tmp_path / "models" / name / "1").rglob("*") if path.is_file()]
+            assert files
+            assert sum(path.stat().st_size for path in files) < 200_000
 
     def test_never_overwrites(self, tmp_path: Path) -> None:
         (tmp_path / "digits_png").mkdir()
@@ -32,10 +63,11 @@ class TestWriteExample:
         assert [path.name for path in tmp_path.iterdir()] == ["digits_png"]
 
 
-@pytest.fixture(scope="module")
-def classifier() -> Any:
+@pytest.fixture(scope="module", params=["digits", "digits_linear"])
+def classifier(request: pytest.FixtureRequest) -> Any:
     ort = pytest.importorskip("onnxruntime")
-    return ort.InferenceSession(REPOSITORY / "digits" / "1" / "model.onnx", providers=["CPUExecutionProvider"])
+    file = REPOSITORY / request.param / "1" / "model.onnx"
+    return request.param, ort.InferenceSession(file, providers=["CPUExecutionProvider"])
 
 
 @pytest.fixture(scope="module")
@@ -50,8 +82,9 @@ def unseen() -> Any:
 class TestClassifier:
     def test_is_right_about_digits_it_never_saw(self, classifier: Any, unseen: Any) -> None:
         images, labels = unseen
-        probabilities, answers = classifier.run(["PROBABILITIES", "LABEL"], {"IMAGE": images.reshape(-1, 64)})
-        assert (answers[:, 0] == labels).mean() >= 0.97
+        model, session = classifier
+        probabilities, answers = session.run(["PROBABILITIES", "LABEL"], {"IMAGE": images.reshape(-1, 64)})
+        assert (answers[:, 0] == labels).mean() >= (0.97 if model == "digits" else 0.95)
         assert (probabilities.argmax(axis=1) == answers[:, 0]).all()
         np.testing.assert_allclose(probabilities.sum(axis=1), 1, rtol=1e-5)
 
@@ -61,6 +94,17 @@ class TestClassifier:
         seen = {image.tobytes() for image in training()[0]}
         assert len(seen) == 1797 - 360
         assert not [image for image in unseen[0] if image.tobytes() in seen]
+
+
+def test_frameworks_get_the_network_of_the_onnx_file(unseen: Any) -> None:
+    ort = pytest.importorskip("onnxruntime")
+    session = ort.InferenceSession(REPOSITORY / "digits" / "1" / "model.onnx", providers=["CPUExecutionProvider"])
+    weights = np.load(REPOSITORY.parent / "weights.npz")
+    pixels = unseen[0].reshape(-1, 64)
+    scores = np.maximum(pixels / 16 @ weights["w1"] + weights["b1"], 0) @ weights["w2"] + weights["b2"]
+    (probabilities,) = session.run(["PROBABILITIES"], {"IMAGE": pixels})
+    expected = np.exp(scores) / np.exp(scores).sum(axis=1, keepdims=True)
+    np.testing.assert_allclose(probabilities, expected, atol=1e-5)
 
 
 @pytest.fixture(scope="module")
