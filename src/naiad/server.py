@@ -26,6 +26,7 @@ from naiad.frontends.http.app import HttpFrontend
 from naiad.frontends.http.metrics import MetricsFrontend
 from naiad.frontends.http.tls import server_context
 from naiad.instances.hosts import Hosts
+from naiad.instances.process import Caller
 from naiad.instances.provision import Environments, default_directory
 from naiad.messages import InferRequest, ResponseSink
 from naiad.model_calls import ModelCalls
@@ -155,6 +156,7 @@ class Server:
                 isolation=options.isolation,
                 on_log=self._log_of_model,
                 on_call=self._call_of_model,
+                on_gone=self._caller_gone,
                 execution_timeout_s=options.execution_timeout_secs,
             ) as hosts,
             self._store() as store,
@@ -335,5 +337,8 @@ class Server:
     def _log_of_model(self, model: str, version: int, level: str, message: str, file: str, line: int) -> None:
         self.log.write(level, message, file, line)  # type: ignore[arg-type]
 
-    async def _call_of_model(self, model: str, version: int, method: str, arguments: Any) -> Any:
-        return await self._calls(method, arguments, (model, version))
+    async def _call_of_model(self, caller: Caller, method: str, arguments: Any) -> Any:
+        return await self._calls(method, arguments, caller)
+
+    def _caller_gone(self, caller: Caller) -> None:
+        self._calls.gone(caller)

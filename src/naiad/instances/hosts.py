@@ -24,7 +24,7 @@ from naiad.errors import InvalidArgument, Unavailable
 from naiad.instances.environment import BackendEnvironment
 from naiad.instances.frames import VersionSpec
 from naiad.instances.instance import Instance
-from naiad.instances.process import Host, Limits, OnCall, OnLog, ProcessInstance, Tenant
+from naiad.instances.process import Host, Limits, OnCall, OnGone, OnLog, ProcessInstance, Tenant
 from naiad.instances.restart import RestartPolicy
 from naiad.instances.thread import ThreadModel
 
@@ -183,7 +183,8 @@ class HostedModel:
 
 
 class Hosts:
-    """The pool. `on_log` gets lines of model code, `on_call` answers `Services.call`.
+    """The pool. `on_log` gets lines of model code, `on_call` answers `Services.call`, `on_gone` hears
+    of the end of whoever called.
 
     `execution_timeout_s` 0 is never. `beat_s` is how exactly executions are timed.
     """
@@ -194,6 +195,7 @@ class Hosts:
         isolation: Isolation = "model",
         on_log: OnLog,
         on_call: OnCall,
+        on_gone: OnGone = lambda caller: None,
         execution_timeout_s: float = 600.0,
         limits: Limits = Limits(),  # noqa: B008 - frozen
         restart_policy: Callable[[float], RestartPolicy] = RestartPolicy,
@@ -202,6 +204,7 @@ class Hosts:
         self._isolation = isolation
         self._on_log = on_log
         self._on_call = on_call
+        self._on_gone = on_gone
         self._execution_timeout_s = execution_timeout_s
         self._limits = limits
         self._restart_policy = restart_policy
@@ -234,7 +237,7 @@ class Hosts:
                     f"model '{spec.name}' is to run in the Python environment of {spec.interpreter}, which needs a process"
                     " of its own: start the server without --isolation=none"
                 )
-            local = ThreadModel(spec, self._limits, self._on_log, self._on_call, self.forget)
+            local = ThreadModel(spec, self._limits, self._on_log, self._on_call, self._on_gone, self.forget)
             await local.start()
             self._models[local] = None
             return local
@@ -296,7 +299,8 @@ class Hosts:
 
     def _make_host(self, name: str, environment: BackendEnvironment, exclusive: bool) -> Host:
         now = asyncio.get_running_loop().time()
-        return Host(name, environment, exclusive, self._limits, self._restart_policy(now), self._on_log, self._on_call)
+        policy = self._restart_policy(now)
+        return Host(name, environment, exclusive, self._limits, policy, self._on_log, self._on_call, self._on_gone)
 
     def _warn(self, message: str) -> None:
         self._on_log("", 0, "WARNING", message, __file__, 0)

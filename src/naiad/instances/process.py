@@ -6,10 +6,11 @@ is forked and loaded with the same models after the pauses of `RestartPolicy`.
 
 import asyncio
 import contextlib
+import itertools
 import os
 import socket
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -44,8 +45,27 @@ _control_decoder: msgspec.msgpack.Decoder[FromHost] = msgspec.msgpack.Decoder(Fr
 
 #: `on_log(model, version, level, message, file, line)`
 OnLog = Callable[[str, int, str, str, str, int], None]
-#: `await on_call(model, version, method, arguments)`
-OnCall = Callable[[str, int, str, Any], Awaitable[Any]]
+
+
+class Caller(NamedTuple):
+    """Who asks the server for something: a model version in one life of one process. `number` tells them apart."""
+
+    model: str
+    version: int
+    number: int
+
+
+_caller_numbers = itertools.count(1)
+
+
+def new_caller(spec: VersionSpec) -> Caller:
+    return Caller(spec.name, spec.version, next(_caller_numbers))
+
+
+#: `await on_call(caller, method, arguments)`
+OnCall = Callable[[Caller, str, Any], Awaitable[Any]]
+#: `on_gone(caller)`: it asks for nothing any more, and waits for no answer.
+OnGone = Callable[[Caller], None]
 
 #: Inputs above this are copied into their memory file by a thread, since that takes milliseconds.
 _THREAD_COPY_BYTES = 8 * 1024 * 1024
@@ -315,6 +335,7 @@ class Host:
         policy: RestartPolicy,
         on_log: OnLog,
         on_call: OnCall,
+        on_gone: OnGone,
     ) -> None:
         self.name = name
         self.limits = limits
@@ -326,6 +347,9 @@ class Host:
         self._policy = policy
         self._on_log = on_log
         self._on_call = on_call
+        self._on_gone = on_gone
+        #: The tenants that have asked the server for something, in this life of the process.
+        self._callers: dict[int, Caller] = {}
         self._loop = asyncio.get_running_loop()
         self._child: Child | None = None
         self._control: LoopChannel[FromHost] | None = None
@@ -413,6 +437,8 @@ class Host:
             self._control.drain()
             self._control.close()
             self._control = None
+        for number in list(self._callers):
+            self._caller_gone(number)
         lost = Unavailable(f"host process '{self.name}' {how}")
         replies, self._replies = self._replies, {}
         for reply in replies.values():
@@ -591,6 +617,7 @@ class Host:
             except (NaiadError, TimeoutError):
                 stuck = True
         self._is_stuck = self._is_stuck or stuck
+        self._caller_gone(tenant.number)
         self.tenants.pop(tenant.number, None)
         if self.is_closing and not self.tenants:
             await self._end()
@@ -655,7 +682,10 @@ class Host:
         try:
             if tenant is None:
                 raise Unavailable("the model has been unloaded")
-            value = await self._on_call(tenant.spec.name, tenant.spec.version, call.method, call.arguments)
+            caller = self._callers.get(tenant.number)
+            if caller is None:
+                caller = self._callers[tenant.number] = new_caller(tenant.spec)
+            value = await self._on_call(caller, call.method, call.arguments)
             answer = Answer(call.call, value, None)
         except Exception as error:
             answer = Answer(call.call, None, failure(error))
@@ -664,6 +694,11 @@ class Host:
                 control.send(answer)
             except TypeError as error:
                 control.send(Answer(call.call, None, failure(Internal(f"'{call.method}': {error}"))))
+
+    def _caller_gone(self, number: int) -> None:
+        caller = self._callers.pop(number, None)
+        if caller is not None:
+            self._on_gone(caller)
 
     def _log(self, tenant: Tenant, level: str, message: str) -> None:
         self._on_log(tenant.spec.name, tenant.spec.version, level, message, __file__, 0)

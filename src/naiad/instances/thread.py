@@ -20,7 +20,7 @@ from naiad.instances.execution import ArrayExecution, OneShot, RequestExecution,
 from naiad.instances.frames import Execute, Results, VersionSpec, failure
 from naiad.instances.host import model_context
 from naiad.instances.instance import Execution, Instance
-from naiad.instances.process import Limits, OnCall, OnLog
+from naiad.instances.process import Caller, Limits, OnCall, OnGone, OnLog, new_caller
 from naiad.instances.references import load_backend
 
 if TYPE_CHECKING:
@@ -186,7 +186,10 @@ class ThreadInstance:
 class _ThreadServices:
     """`Services` without a way between."""
 
-    def __init__(self, spec: "ModelSpec", on_log: OnLog, on_call: OnCall, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, spec: "ModelSpec", caller: Caller, on_log: OnLog, on_call: OnCall, loop: asyncio.AbstractEventLoop
+    ) -> None:
+        self._caller = caller
         self._spec = spec
         self._on_log = on_log
         self._on_call = on_call
@@ -197,7 +200,7 @@ class _ThreadServices:
 
     def call(self, method: str, arguments: Any) -> Any:
         async def ask() -> Any:
-            return await self._on_call(self._spec.name, self._spec.version, method, arguments)
+            return await self._on_call(self._caller, method, arguments)
 
         return asyncio.run_coroutine_threadsafe(ask(), self._loop).result()
 
@@ -214,6 +217,7 @@ class ThreadModel:
         limits: Limits,
         on_log: OnLog,
         on_call: OnCall,
+        on_gone: OnGone,
         forget: Callable[["ThreadModel"], None],
     ) -> None:
         self.spec = spec
@@ -224,7 +228,9 @@ class ThreadModel:
         self.state = "stopped"
         self._threads: list[ThreadInstance] = []
         self._forget = forget
-        self._services = _ThreadServices(spec, on_log, on_call, asyncio.get_running_loop())
+        self._caller = new_caller(self._version())
+        self._on_gone = on_gone
+        self._services = _ThreadServices(spec, self._caller, on_log, on_call, asyncio.get_running_loop())
         self._backend: type[Any] = object
         self._is_closed = False
 
@@ -275,13 +281,17 @@ class ThreadModel:
             self._forget(self)
             self.state = "stopped"
             await asyncio.gather(*(instance.close(timeout_s) for instance in self._threads))
+            self._on_gone(self._caller)
 
     def tick(self, beat_s: float) -> None:
         """A thread cannot be killed: executions are not timed here."""
 
     def _context(self, config: ConfigDict) -> ModelContext:
+        return model_context(self._version(), config, self._services)
+
+    def _version(self) -> VersionSpec:
         spec = self.spec
-        version = VersionSpec(
+        return VersionSpec(
             spec.name,
             spec.version,
             str(spec.directory),
@@ -289,4 +299,3 @@ class ThreadModel:
             str(spec.path),
             dict(spec.settings),
         )
-        return model_context(version, config, self._services)

@@ -394,15 +394,16 @@ async def test_a_failed_constructor_fails_the_load_with_its_text(both):
 async def test_model_code_logs_and_calls(make_lab):
     calls = []
 
-    async def on_call(name, version, method, arguments):
-        calls.append((name, version, method, arguments))
+    async def on_call(caller, method, arguments):
+        calls.append((caller.model, caller.version, method, arguments))
         await asyncio.sleep(0)
         if method == "refuse":
             raise InvalidArgument("not so")
         return [arguments, b"bytes"]
 
     for isolation in "model", "none":
-        async with make_lab(isolation=isolation, on_call=on_call) as lab:
+        gone = []
+        async with make_lab(isolation=isolation, on_call=on_call, on_gone=gone.append) as lab:
             model = await lab.load("Caller", config("BYTES", [1]))
             [[response]] = await run(model.instances[0], request(np.array([b"echo"], object)), rows=[1])
             assert response.outputs["OUTPUT0"].tolist() == [b"[{'a': [1, 2.5, None]}, b'bytes']"]
@@ -410,4 +411,7 @@ async def test_model_code_logs_and_calls(make_lab):
             assert isinstance(error, InvalidArgument)
             assert error.message == "not so"
             assert ("m", 1, "INFO", "calling echo", "model.py", 7) in lab.logs
+            assert not gone
+            await model.close()
+            assert [(caller.model, caller.version) for caller in gone] == [("m", 1)]
     assert calls[0] == ("m", 1, "echo", {"a": [1, 2.5, None]})
