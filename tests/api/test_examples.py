@@ -1,9 +1,7 @@
 """The example repository, served as `naiad init --example` writes it, and those of its models whose framework is there."""
 
 import json
-import struct
 import urllib.request
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from queue import Queue
@@ -75,18 +73,11 @@ def test_classifiers_are_right(model: str, client: Any, unseen: Any) -> None:
         np.testing.assert_allclose(probabilities, np.concatenate(expected), atol=1e-4)
 
 
-def png_of(image: Any) -> bytes:
-    def chunk(kind: bytes, content: bytes) -> bytes:
-        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
-
-    rows = b"".join(b"\0" + row.tobytes() for row in (image * (255 / 16)).astype(np.uint8))
-    header = struct.pack(">IIBBBBB", *reversed(image.shape), 8, 0, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
-
-
 def test_the_ensemble_reads_png_files(client: Any, unseen: Any) -> None:
+    from naiad.examples.digits import as_png
+
     images, labels = unseen
-    files = np.array([[png_of(image)] for image in images[:32]], object)
+    files = np.array([[as_png(image)] for image in images[:32]], object)
     result = ask(client, "digits_from_png", {"PNG": files})
     assert (result.as_numpy("LABEL")[:, 0] == labels[:32]).mean() > 0.9
     best = triton.InferRequestedOutput("PROBABILITIES", class_count=1)

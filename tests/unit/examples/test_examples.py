@@ -230,6 +230,12 @@ class TestToDigit:
         for image in unseen[0]:
             np.testing.assert_allclose(png.to_digit(image / 16), image, atol=1e-4)
 
+    def test_images_become_png_files_and_come_back(self, unseen: Any, png: Any) -> None:
+        from naiad.examples.digits import as_png
+
+        for image in unseen[0]:
+            np.testing.assert_allclose(png.to_digit(png.decode_png(as_png(image))), image, atol=0.5 * 16 / 255 + 1e-4)
+
     def test_dark_on_bright_is_turned_around(self, png: Any) -> None:
         ink = np.zeros((8, 8))
         ink[2:6, 3:5] = 1
