@@ -86,6 +86,8 @@ class NativeServer:
         """Refuses new calls, waits up to `grace_s` for those that run, then cancels them."""
         self._is_stopping = True
         await asyncio.gather(self._behind.stop(grace_s), self._drain(grace_s))
+        # Closing drops replies that are still on their way to the socket, and the library does not say when they are out.
+        await asyncio.sleep(_FLUSH_S)
         await self._loop.run_in_executor(None, self._front.close)
         await self._loop.run_in_executor(None, self._thread.join)
         self._directory.cleanup()
@@ -178,6 +180,10 @@ class NativeServer:
     def _note_idle(self) -> None:
         if not self._calls and not self._tasks:
             self._idle.set()
+
+
+#: How long the last replies get to leave.
+_FLUSH_S = 0.2
 
 
 class _UnaryCall:
