@@ -4,20 +4,20 @@ httptools (llhttp) reads the heads; bodies of known length are received straight
 tensor is copied once on its way in. There is no thread to hand over to and no task per request: an application that
 can answer at once does so before the call returns. Knows nothing of routes.
 
-    application.accept(request) -> None        the head is there; it may already reply, which refuses the body
-    application.handle(request) -> None        head and body are there; it replies, now or later, through the request
+    application.accept(exchange)      the head is there; it may already reply, which refuses the body
+    application.handle(exchange)      head and body are there; it replies now or later
 """
 
 import asyncio
 import enum
 from collections.abc import Callable
-from contextlib import suppress
 from http import HTTPStatus
 from typing import Any, Protocol
 
 import httptools
 import numpy as np
 
+from naiad.frontends.http.head import Chunks, Head, RequestHeaders
 from naiad.protocol.json_text import error_document
 
 #: What one read of the socket may bring; shared by all connections, since a read is used up before the next.
@@ -41,114 +41,6 @@ Headers = list[tuple[str, str]]
 
 class ConnectionClosed(Exception):
     """The client has left while something was read from or written to it."""
-
-
-class RequestHeaders:
-    """The headers of a request. Names are looked up in lower case; `items` has them as they were sent."""
-
-    __slots__ = ("_pairs", "_values")
-
-    def __init__(self) -> None:
-        self._values: dict[bytes, bytes] = {}
-        self._pairs: list[tuple[bytes, bytes]] = []
-
-    def add(self, name: bytes, value: bytes) -> None:
-        self._values[name.lower()] = value
-        self._pairs.append((name, value))
-
-    def get(self, key: str, default: str | None = None) -> str | None:
-        value = self._values.get(key.encode())
-        return default if value is None else value.decode("latin-1")
-
-    def items(self) -> list[tuple[str, str]]:
-        return [(name.decode("latin-1"), value.decode("latin-1")) for name, value in self._pairs]
-
-
-class Head:
-    """What the head of a request says. Clients send the same head again and again, so heads are kept and shared."""
-
-    __slots__ = (
-        "body_size",
-        "expects_invitation",
-        "headers",
-        "is_chunked",
-        "is_http_1_0",
-        "keep_alive",
-        "memo",
-        "method",
-        "path",
-    )
-
-    def __init__(self, data: bytes) -> None:
-        """Raises HttpParserError."""
-        reading = _HeadReader()
-        self.headers = headers = reading.headers
-        parser = reading.parser
-        with suppress(httptools.HttpParserUpgrade):  # an offer that is not taken up
-            parser.feed_data(data)
-        self.method: str = parser.get_method().decode("latin-1")
-        self.path = _path(reading.url)
-        self.keep_alive = reading.keep_alive
-        self.is_http_1_0 = parser.get_http_version() == "1.0"
-        length = headers.get("content-length")
-        self.body_size = int(length) if length else 0
-        self.is_chunked = headers.get("transfer-encoding") is not None
-        expect = headers.get("expect")
-        self.expects_invitation = expect is not None and expect.lower() == "100-continue"
-        #: Whatever the application has found out about requests with this head.
-        self.memo: Any = None
-
-
-class _HeadReader:
-    """Takes down what the parser finds in a head."""
-
-    def __init__(self) -> None:
-        self.headers = RequestHeaders()
-        self.url = b""
-        self.keep_alive = False
-        self.parser = httptools.HttpRequestParser(self)
-
-    def on_url(self, url: bytes) -> None:
-        self.url += url
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        self.headers.add(name, value)
-
-    def on_headers_complete(self) -> None:
-        # Asked later, of a request without a body, the parser speaks of the next message.
-        self.keep_alive = self.parser.should_keep_alive()
-
-
-class _Chunks:
-    """The body of a request in chunks."""
-
-    def __init__(self, head: bytes) -> None:
-        self.parts: list[bytes] = []
-        self.size = 0
-        self.count = 0
-        self.is_complete = False
-        #: Another request began behind this one, in the same read.
-        self.is_followed = False
-        self._parser = httptools.HttpRequestParser(self)
-        self._parser.feed_data(head)
-
-    def feed(self, data: bytes) -> None:
-        """Raises HttpParserError."""
-        self._parser.feed_data(data)
-
-    def on_message_begin(self) -> None:
-        self.is_followed = self.is_complete
-
-    def on_body(self, body: bytes) -> None:
-        if not self.is_followed:
-            self.parts.append(body)
-            self.size += len(body)
-
-    def on_chunk_header(self) -> None:
-        self.count += 1
-
-    def on_message_complete(self) -> None:
-        self.is_complete = True
 
 
 #: Heads seen, up to this size and number.
@@ -347,7 +239,7 @@ class Connection(asyncio.BufferedProtocol):
         self._body: memoryview | None = None
         self._expected = 0
         self._received = 0
-        self._chunks: _Chunks | None = None
+        self._chunks: Chunks | None = None
         #: What the client has sent of its next requests.
         self._rest = b""
         self._paused = False
@@ -488,7 +380,7 @@ class Connection(asyncio.BufferedProtocol):
             self._refuse(413, f"a body of {expected} bytes is more than the {MAX_BODY} that are accepted")
         elif head.is_chunked:
             self._state = _State.CHUNKS
-            self._chunks = _Chunks(text)
+            self._chunks = Chunks(text)
             self._invite(head, received)
             self._receive_chunks(received)
         elif len(received) == expected:
@@ -595,11 +487,3 @@ class Connection(asyncio.BufferedProtocol):
 
     def _progress(self) -> None:
         self.waiting_since = asyncio.get_running_loop().time()
-
-
-def _path(url: bytes) -> str:
-    """The raw path of a request target, without query; of the form that proxies get, too."""
-    text = url.partition(b"?")[0].decode("latin-1")
-    if not text.startswith("/") and "://" in text:
-        text = "/" + text.partition("://")[2].partition("/")[2]
-    return text

@@ -13,7 +13,8 @@ from typing import Any, Protocol
 from naiad.config.model_config import ModelConfig
 from naiad.errors import InvalidArgument, NaiadError, NotFound, Unsupported
 from naiad.frontends.http.compression import ENCODINGS, choose, compress, decompress
-from naiad.frontends.http.connection import Exchange, Headers, RequestHeaders
+from naiad.frontends.http.connection import Exchange, Headers
+from naiad.frontends.http.head import RequestHeaders
 from naiad.frontends.http.replies import JSON, PLAIN, reply_error
 from naiad.messages import InferRequest, InferResponse, ParameterValue, ResponseSink, Result
 from naiad.protocol.json_codec import (

@@ -1,0 +1,122 @@
+"""What a request says before and around its body: head and chunks, read by httptools (llhttp). Pure."""
+
+from contextlib import suppress
+from typing import Any
+
+import httptools
+
+
+class RequestHeaders:
+    """The headers of a request. Names are looked up in lower case; `items` has them as they were sent."""
+
+    __slots__ = ("_pairs", "_values")
+
+    def __init__(self) -> None:
+        self._values: dict[bytes, bytes] = {}
+        self._pairs: list[tuple[bytes, bytes]] = []
+
+    def add(self, name: bytes, value: bytes) -> None:
+        self._values[name.lower()] = value
+        self._pairs.append((name, value))
+
+    def get(self, key: str, default: str | None = None) -> str | None:
+        value = self._values.get(key.encode())
+        return default if value is None else value.decode("latin-1")
+
+    def items(self) -> list[tuple[str, str]]:
+        return [(name.decode("latin-1"), value.decode("latin-1")) for name, value in self._pairs]
+
+
+class Head:
+    """What the head of a request says. Clients send the same head again and again, so heads are kept and shared."""
+
+    __slots__ = (
+        "body_size",
+        "expects_invitation",
+        "headers",
+        "is_chunked",
+        "is_http_1_0",
+        "keep_alive",
+        "memo",
+        "method",
+        "path",
+    )
+
+    def __init__(self, data: bytes) -> None:
+        """Raises HttpParserError."""
+        reading = _HeadReader()
+        self.headers = headers = reading.headers
+        parser = reading.parser
+        with suppress(httptools.HttpParserUpgrade):  # an offer that is not taken up
+            parser.feed_data(data)
+        self.method: str = parser.get_method().decode("latin-1")
+        self.path = _path(reading.url)
+        self.keep_alive = reading.keep_alive
+        self.is_http_1_0 = parser.get_http_version() == "1.0"
+        length = headers.get("content-length")
+        self.body_size = int(length) if length else 0
+        self.is_chunked = headers.get("transfer-encoding") is not None
+        expect = headers.get("expect")
+        self.expects_invitation = expect is not None and expect.lower() == "100-continue"
+        #: Whatever the application has found out about requests with this head.
+        self.memo: Any = None
+
+
+class _HeadReader:
+    """Takes down what the parser finds in a head."""
+
+    def __init__(self) -> None:
+        self.headers = RequestHeaders()
+        self.url = b""
+        self.keep_alive = False
+        self.parser = httptools.HttpRequestParser(self)
+
+    def on_url(self, url: bytes) -> None:
+        self.url += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self.headers.add(name, value)
+
+    def on_headers_complete(self) -> None:
+        # Asked later, of a request without a body, the parser speaks of the next message.
+        self.keep_alive = self.parser.should_keep_alive()
+
+
+class Chunks:
+    """The body of a request in chunks."""
+
+    def __init__(self, head: bytes) -> None:
+        self.parts: list[bytes] = []
+        self.size = 0
+        self.count = 0
+        self.is_complete = False
+        #: Another request began behind this one, in the same read.
+        self.is_followed = False
+        self._parser = httptools.HttpRequestParser(self)
+        self._parser.feed_data(head)
+
+    def feed(self, data: bytes) -> None:
+        """Raises HttpParserError."""
+        self._parser.feed_data(data)
+
+    def on_message_begin(self) -> None:
+        self.is_followed = self.is_complete
+
+    def on_body(self, body: bytes) -> None:
+        if not self.is_followed:
+            self.parts.append(body)
+            self.size += len(body)
+
+    def on_chunk_header(self) -> None:
+        self.count += 1
+
+    def on_message_complete(self) -> None:
+        self.is_complete = True
+
+
+def _path(url: bytes) -> str:
+    """The raw path of a request target, without query; of the form that proxies get, too."""
+    text = url.partition(b"?")[0].decode("latin-1")
+    if not text.startswith("/") and "://" in text:
+        text = "/" + text.partition("://")[2].partition("/")[2]
+    return text
