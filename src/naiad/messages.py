@@ -5,6 +5,7 @@ shape and a buffer. numpy arrays are made where somebody computes: in a backend,
 responses are made on the event loop and never changed.
 """
 
+from bisect import bisect_left
 from typing import Protocol
 
 import msgspec
@@ -177,6 +178,53 @@ class InferStatistics(msgspec.Struct):
     cache_miss: Duration = msgspec.field(default_factory=Duration)
 
 
+#: Upper bounds of the buckets in which latencies are counted: 100 us to 60 s.
+LATENCY_BOUNDS_NS = tuple(
+    round(seconds * 1e9)
+    for seconds in (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+)
+
+
+def _no_counts() -> list[int]:
+    return [0] * (len(LATENCY_BOUNDS_NS) + 1)
+
+
+class Latencies(msgspec.Struct):
+    """How many successful requests took how long: a count for each of LATENCY_BOUNDS_NS and one for what is above them.
+
+    `request` is all of their time, `queue` the waiting, `compute` the time in the instance, which requests that a cache
+    answers do not have. The sums are those of InferStatistics.
+    """
+
+    request: list[int] = msgspec.field(default_factory=_no_counts)
+    queue: list[int] = msgspec.field(default_factory=_no_counts)
+    compute: list[int] = msgspec.field(default_factory=_no_counts)
+
+    def add_batch(self, queued_ns: list[int], start_ns: int, end_ns: int) -> None:
+        """Counts the requests of a batch: those queued at these times, which all began and ended together."""
+        bounds = LATENCY_BOUNDS_NS
+        count = len(queued_ns)
+        self.compute[bisect_left(bounds, end_ns - start_ns)] += count
+        if count == 1:
+            self.request[bisect_left(bounds, end_ns - queued_ns[0])] += 1
+            self.queue[bisect_left(bounds, start_ns - queued_ns[0])] += 1
+            return
+        first, last = min(queued_ns), max(queued_ns)
+        for counts, time_ns in ((self.request, end_ns), (self.queue, start_ns)):
+            slowest = bisect_left(bounds, time_ns - first)
+            if slowest == bisect_left(bounds, time_ns - last):
+                counts[slowest] += count
+            else:
+                for at_ns in queued_ns:
+                    counts[bisect_left(bounds, time_ns - at_ns)] += 1
+
+    def add_cached(self, ns: int) -> None:
+        """Counts a request that was answered without an execution; all of it was waiting (reference R14-6)."""
+        bucket = bisect_left(LATENCY_BOUNDS_NS, ns)
+        self.request[bucket] += 1
+        self.queue[bucket] += 1
+
+
 class BatchStatistics(msgspec.Struct):
     """Durations per execution of one batch size."""
 
@@ -214,5 +262,8 @@ class ModelStatistics(msgspec.Struct):
     failures: dict[str, int] = msgspec.field(
         default_factory=lambda: {"REJECTED": 0, "CANCELED": 0, "BACKEND": 0, "OTHER": 0}
     )
+    latencies: Latencies = msgspec.field(default_factory=Latencies)
+    #: Batches by why they were closed: full, preferred size, delay, single.
+    batch_reasons: dict[str, int] = {}
     #: Requests accepted and not yet handed to an instance.
     pending: int = 0

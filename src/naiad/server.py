@@ -43,6 +43,7 @@ from naiad.scheduling.scheduler import Call
 from naiad.telemetry.gpus import gpus
 from naiad.telemetry.log import Log, bridge
 from naiad.telemetry.metrics import Metrics, MetricsSettings, ModelSeries
+from naiad.telemetry.own_metrics import HostFacts, ModelFacts, OwnMetrics
 from naiad.telemetry.system import SystemMetrics
 from naiad.telemetry.tables import show_models
 from naiad.telemetry.trace import TraceSettings
@@ -166,9 +167,10 @@ class Server:
             manager = self._manager(hosts, settings, store)
             self.engine = engine = Engine(manager, server_id=options.id, strict_readiness=options.strict_readiness)
             metrics = self._metrics(manager, settings, store)
+            own = self._own_metrics(manager, hosts)
             self._calls = ModelCalls(engine, metrics.custom, traces)
             try:
-                async with self._frontends(engine, regions, metrics, traces):
+                async with self._frontends(engine, regions, metrics, own, traces):
                     await manager.start()
                     self.failed_models = manager.failures()
                     self.unreadable = bool(manager.first_snapshot.failures)
@@ -257,9 +259,21 @@ class Server:
             metrics.add_source(lambda: families(store))
         return metrics
 
+    def _own_metrics(self, manager: ModelManager, hosts: Hosts) -> OwnMetrics:
+        def models() -> Iterator[ModelFacts]:
+            for model in manager.models():
+                yield ModelFacts(model.statistics, model.leases)
+
+        def of_hosts() -> Iterator[HostFacts]:
+            for hosted in hosts.models:
+                spec = hosted.spec
+                yield HostFacts(spec.name, spec.version, hosted.restarts, hosted.pids, hosted.arena_bytes)
+
+        return OwnMetrics(models, of_hosts)
+
     @asynccontextmanager
     async def _frontends(
-        self, engine: Engine, regions: Regions, metrics: Metrics, traces: TraceSettings
+        self, engine: Engine, regions: Regions, metrics: Metrics, own: OwnMetrics, traces: TraceSettings
     ) -> AsyncIterator[None]:
         options, log = self.options, self.log
         listening: list[AbstractAsyncContextManager[Any]] = []
@@ -299,7 +313,11 @@ class Server:
                 log.info(f"Started HTTPService at {options.http_address}:{options.http_port}")
             if options.allow_metrics:
                 address = options.metrics_bind_address
-                await listen(MetricsFrontend(metrics.scrape, address, options.metrics_port))
+
+                async def scrape_all() -> bytes:
+                    return await metrics.scrape() + await own.scrape()
+
+                await listen(MetricsFrontend(metrics.scrape, scrape_all, address, options.metrics_port))
                 log.info(f"Started Metrics Service at {address}:{options.metrics_port}")
             yield
         finally:

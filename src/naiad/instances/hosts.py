@@ -89,6 +89,11 @@ class HostedModel:
         return sum(tenant.host.restarts for tenant in self._tenants)
 
     @property
+    def arena_bytes(self) -> int:
+        """The shared memory set aside for the tensors of its instances: inputs and outputs of each."""
+        return sum(2 * tenant.host.limits.arena * len(tenant.instances) for tenant in self._tenants)
+
+    @property
     def state(self) -> str:
         """Its hosts' states in words."""
         return ", ".join(dict.fromkeys(tenant.host.state for tenant in self._tenants)) or "stopped"
@@ -253,6 +258,11 @@ class Hosts:
         model.uses_gpus = hello.uses_gpus
         self._models[model] = None
         return model
+
+    @property
+    def models(self) -> "list[HostedModel | ThreadModel]":
+        """The versions that are open."""
+        return list(self._models)
 
     # ---- for HostedModel --------------------------------------------------------------------------------
 

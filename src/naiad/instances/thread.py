@@ -210,6 +210,7 @@ class ThreadModel:
 
     pids: Sequence[int] = ()
     restarts = 0
+    arena_bytes = 0
 
     def __init__(
         self,

@@ -74,6 +74,10 @@ class Model:
     def is_leased(self) -> bool:
         return self._leases > 0
 
+    @property
+    def leases(self) -> int:
+        return self._leases
+
     def lease(self) -> None:
         if self._closing and not self._leases:
             raise Unavailable(f"Request for unknown model: '{self.name}' version {self.version} is not at ready state")

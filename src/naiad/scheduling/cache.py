@@ -211,6 +211,7 @@ class CachingScheduler:
         elapsed_ns = time.monotonic_ns() - call.queued_ns
         infer.success.add(elapsed_ns)
         infer.queue.add(elapsed_ns)
+        self.statistics.latencies.add_cached(elapsed_ns)
         infer.cache_hit.add(lookup_ns)
         self.deliver(call, msgspec.structs.replace(response, id=call.request.id))
 

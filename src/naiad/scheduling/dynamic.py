@@ -82,19 +82,24 @@ def count_execution(
     batch.compute_infer.add(compute_infer)
     batch.compute_output.add(compute_output)
     count = len(calls)
-    queued_sum = sum([call.queued_ns for call in calls])
+    queued_ns = [call.queued_ns for call in calls]
+    queued_sum = sum(queued_ns)
     infer = statistics.infer
+    request_sum = times.end_ns * count - queued_sum
     if not succeeded:
-        infer.fail.add(times.end_ns * count - queued_sum, count)
+        infer.fail.add(request_sum, count)
         statistics.failures["BACKEND"] += count
         return
+    queue_sum = times.start_ns * count - queued_sum
     statistics.inference_count += total_rows - null_rows
     statistics.last_inference_ms = time.time_ns() // 1_000_000
-    infer.success.add(times.end_ns * count - queued_sum, count)
-    infer.queue.add(times.start_ns * count - queued_sum, count)
+    infer.success.add(request_sum, count)
+    infer.queue.add(queue_sum, count)
     infer.compute_input.add(compute_input * count, count)
     infer.compute_infer.add(compute_infer * count, count)
     infer.compute_output.add(compute_output * count, count)
+    if count:
+        statistics.latencies.add_batch(queued_ns, times.start_ns, times.end_ns)
 
 
 def trace_execution(requests: Sequence[InferRequest], times: ComputeTimes) -> None:
@@ -247,6 +252,8 @@ class DynamicScheduler:
     def _execute(self, batch: Batch, instance: Instance) -> None:
         self._statistics.pending -= len(batch.calls)
         self._running += 1
+        reasons = self._statistics.batch_reasons
+        reasons[batch.reason] = reasons.get(batch.reason, 0) + 1
         instance.execute(Execution(self, batch.calls, batch.rows, instance))  # type: ignore[arg-type]
 
     def _give_up_if_dead(self) -> None:

@@ -12,6 +12,7 @@ from operator import attrgetter
 
 from naiad.messages import Duration, InferStatistics, ModelStatistics
 from naiad.options import parse_bool, parse_quantiles
+from naiad.telemetry import own_metrics
 from naiad.telemetry.custom_metrics import CustomMetrics
 from naiad.telemetry.exposition import Family, Sample, exposition
 from naiad.telemetry.quantiles import ObservedDuration
@@ -158,6 +159,7 @@ _RESERVED = (
     *(name for row in _CACHE for name, _ in row[1:]),
     *(name for name, _ in _PINNED),
     *("nv_cpu_utilization", "nv_cpu_memory_total_bytes", "nv_cpu_memory_used_bytes"),
+    *own_metrics.NAMES,
 )
 
 

@@ -17,17 +17,19 @@ _METHOD_NOT_ALLOWED = error_document("Method Not Allowed")
 
 
 class MetricsFrontend:
-    """Serves the text that `render` returns under /metrics; other paths are empty. `port` 0 is any."""
+    """Serves the text that `render` returns under /metrics, and under /metrics/all what `render_all` returns; other
+    paths are empty. `port` 0 is any."""
 
     def __init__(
         self,
         render: Callable[[], Awaitable[bytes]],
+        render_all: Callable[[], Awaitable[bytes]],
         address: str = "0.0.0.0",
         port: int = 8002,
         *,
         reuse_port: bool = False,
     ) -> None:
-        self._render = render
+        self._renders = {"/metrics": render, "/metrics/all": render_all}
         self._tasks: set[asyncio.Task[None]] = set()
         self._listener = Listener(self, "metrics service", address, port, reuse_port=reuse_port, grace_s=1.0)
 
@@ -45,7 +47,7 @@ class MetricsFrontend:
     def accept(self, exchange: Exchange) -> None:
         if exchange.method != "GET":
             exchange.response_bytes(405, PLAIN, _METHOD_NOT_ALLOWED)
-        elif exchange.path != "/metrics":
+        elif exchange.path not in self._renders:
             exchange.response_empty(200, _HEADERS)
 
     def handle(self, exchange: Exchange) -> None:
@@ -55,7 +57,7 @@ class MetricsFrontend:
 
     async def _answer(self, exchange: Exchange) -> None:
         try:
-            text = await self._render()
+            text = await self._renders[exchange.path]()
         except Exception as error:
             logger.exception("cannot render the metrics")
             exchange.response_bytes(500, PLAIN, error_document(f"cannot render the metrics: {error!r}"))

@@ -743,7 +743,10 @@ async def test_metrics() -> None:
     async def render() -> bytes:
         return b"nv 1\n"
 
-    async with MetricsFrontend(render, "127.0.0.1", 0) as front_end:
+    async def render_all() -> bytes:
+        return b"nv 1\nnaiad 2\n"
+
+    async with MetricsFrontend(render, render_all, "127.0.0.1", 0) as front_end:
         client = Client(front_end.bound_port)
         answer = await client.get("/metrics?x=1")
         assert (answer.status, answer.headers["content-type"], answer.body) == (
@@ -751,5 +754,6 @@ async def test_metrics() -> None:
             "text/plain; charset=utf-8",
             b"nv 1\n",
         )
+        assert (await client.get("/metrics/all")).body == b"nv 1\nnaiad 2\n"
         assert (await client.get("/other")).body == b""
         assert (await client.post("/metrics")).error == (405, "text/plain", "Method Not Allowed")
