@@ -72,7 +72,7 @@ class ModelCalls:
 
     def gone(self, caller: Hashable) -> None:
         """A host has ended: nobody waits for what it asked."""
-        for call in self._calls.pop(caller, ()):
+        for call in list(self._calls.pop(caller, ())):
             call.cancel()
         for key in [key for key in self._streams if key[0] == caller]:
             del self._streams[key]

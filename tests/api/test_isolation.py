@@ -326,3 +326,41 @@ def test_clients_that_leave_leave_nothing_behind(repository, tmp_path):
         until(lambda: open_files(server) <= before, "no descriptor is left")
         server.http.unload("model")
         until(lambda: server.http.index()["model", "1"] == ("UNAVAILABLE", "unloaded"), "no lease is left", 10)
+
+
+# ---------------------------------------------------------------- models that ask the server
+
+
+def test_what_a_model_has_asked_for_goes_with_its_host(explicit, client, name, tmp_path):
+    gate = Gate(tmp_path)
+    explicit.repository.doer(f"{name}a")
+    explicit.repository.doer(f"{name}b")
+    client.load(f"{name}a")
+    client.load(f"{name}b")
+    family = f"asked_{name}"
+    client.do(
+        f"{name}a",
+        "sys.family = pb_utils.MetricFamily("
+        f"name={family!r}, description='x', kind=pb_utils.MetricFamily.COUNTER)\n"
+        "sys.metric = sys.family.Metric(labels={})\nsys.metric.increment(2)",
+    )
+    until(lambda: f"{family} 2" in explicit.metrics(), "the metric is shown")
+    # It asks the other model, which is busy, twice: the second call waits in the queue.
+    busy = explicit.ask(client.do, f"{name}b", gate.do)
+    gate.reached()
+    inner = "pb_utils.Tensor('DO', np.array([b''], dtype=object))"
+    asking = explicit.ask(
+        error_of,
+        client.do,
+        f"{name}a",
+        f"pb_utils.InferenceRequest(model_name='{name}b', requested_output_names=['OUT'], inputs=[{inner}]).exec()",
+    )
+    until(lambda: explicit.pending(f"{name}b") == 1, "its call waits")
+    os.kill(host(explicit, f"{name}a"), signal.SIGKILL)
+    assert "it is being restarted" in asking.result(60)
+    until(lambda: explicit.pending(f"{name}b") == 0, "its call is taken back")
+    until(lambda: family not in explicit.metrics(), "its metric is gone")
+    gate.open()
+    assert busy.result(60) == f"{name}b 1"
+    client.unload(f"{name}a")
+    client.unload(f"{name}b")
