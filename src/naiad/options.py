@@ -259,9 +259,19 @@ def _more_than_zero(value: float) -> str | None:
     return None if value > 0 else f"expected more than 0, got {value}"
 
 
+def forward_pattern(text: str) -> re.Pattern[str]:
+    """The pattern of headers to forward: found anywhere in a name, in any case unless it begins with (?-i).
+
+    RE2 and Python disagree about where flags may stand, and Triton begins every pattern with (?i). Raises re.error.
+    """
+    if text.startswith("(?-i)"):
+        return re.compile(text.removeprefix("(?-i)"))
+    return re.compile(text, re.IGNORECASE)
+
+
 def _pattern(value: str) -> str | None:
     try:
-        re.compile(value)
+        forward_pattern(value)
     except re.error as error:
         return f"'{value}' is not a regular expression: {error}"
     return None
@@ -384,12 +394,16 @@ class ServerOptions:
     log_info: bool = _logging("--log-info", True, "Log at the level info.", kind=bool)
     log_warning: bool = _logging("--log-warning", True, "Log at the level warning.", kind=bool)
     log_error: bool = _logging("--log-error", True, "Log at the level error.", kind=bool)
-    log_format: Literal["default", "ISO8601"] = _logging(
+    log_format: Literal["default", "ISO8601", "json"] = _logging(
         "--log-format",
         "default",
-        'Lines begin with "LMMDD hh:mm:ss.ssssss" (default; L is the severity) or "YYYY-MM-DDThh:mm:ssZ L" (ISO8601).',
-        parse=_choice("--log-format", "default", "ISO8601"),
-        metavar="default|ISO8601",
+        'Lines begin with "LMMDD hh:mm:ss.ssssss" (default; L is the severity) or "YYYY-MM-DDThh:mm:ssZ L" (ISO8601), '
+        "or are JSON objects (json).",
+        parse=_choice("--log-format", "default", "ISO8601", "json"),
+        metavar="default|ISO8601|json",
+    )
+    access_log: bool = _logging(
+        "--access-log", False, "Log a line for each inference request, whatever levels are on.", kind=bool
     )
     log_file: str = _logging(
         "--log-file", "", "File that gets the log, instead of the console. Lines are appended to it."

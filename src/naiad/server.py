@@ -20,6 +20,7 @@ import uvloop
 from naiad import __version__
 from naiad.engine import Engine
 from naiad.errors import Unavailable
+from naiad.frontends.access import logged
 from naiad.frontends.grpc.options import GrpcOptions
 from naiad.frontends.grpc.server import GrpcFrontend
 from naiad.frontends.http.app import HttpFrontend
@@ -277,6 +278,8 @@ class Server:
     ) -> AsyncIterator[None]:
         options, log = self.options, self.log
         listening: list[AbstractAsyncContextManager[Any]] = []
+        grpc_engine = logged(engine, "GRPC", log) if options.access_log else engine
+        http_engine = logged(engine, "HTTP", log) if options.access_log else engine
 
         async def listen(frontend: AbstractAsyncContextManager[Any]) -> None:
             await frontend.__aenter__()
@@ -284,7 +287,7 @@ class Server:
 
         try:
             if options.allow_grpc:
-                grpc = GrpcFrontend(engine, GrpcOptions.of(options), regions, traces, log)
+                grpc = GrpcFrontend(grpc_engine, GrpcOptions.of(options), regions, traces, log)
                 try:
                     await listen(grpc)
                 except OSError as error:
@@ -295,7 +298,7 @@ class Server:
                 log.info(f"Started GRPCInferenceService at {options.grpc_address}:{grpc.port}")
             if options.allow_http:
                 http = HttpFrontend(
-                    engine,
+                    http_engine,
                     address=options.http_address,
                     port=options.http_port,
                     reuse_port=options.reuse_http_port,

@@ -127,7 +127,7 @@ def test_values_of_options_that_may_be_off(name, text, value):
         ("http_port", "1x", "Invalid option value. Got 1x"),
         ("http_port", "99999", "expected 0 to 65535, got 99999"),
         ("exit_timeout_secs", "-3", "expected 0 or more, got -3"),
-        ("log_format", "zz", "invalid argument for --log-format: 'zz'; expected one of default, ISO8601"),
+        ("log_format", "zz", "invalid argument for --log-format: 'zz'; expected one of default, ISO8601, json"),
         ("model_control_mode", "sometimes", "invalid argument for --model-control-mode"),
         ("grpc_infer_response_compression_level", "extreme", "expected one of none, low, medium, high"),
         ("http_restricted_api", "everything:a=b", "unknown restricted api 'everything'"),

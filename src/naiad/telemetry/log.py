@@ -28,7 +28,8 @@ SETTINGS: dict[str, type] = {
     "log_verbose_level": int,
     "log_format": str,
 }
-FORMATS = ("default", "ISO8601")
+FORMATS = ("default", "ISO8601", "json")
+_LEVELS = {"I": "INFO", "W": "WARNING", "E": "ERROR"}
 _WRONG_TYPE = {
     str: "attempt to access JSON non-string as string",
     bool: "attempt to access JSON non-boolean as boolean",
@@ -119,13 +120,32 @@ class Log:
         if wanted:
             self._line("I" if level == "VERBOSE" else level[0], message, file, line)
 
-    def _line(self, severity: str, message: str, file: str, line: int, escape: bool = True) -> None:
-        head = prefix(severity, time.time_ns(), os.getpid(), os.path.basename(file), line, self.log_format)
-        if escape and self.escape:
-            message = json.dumps(message, ensure_ascii=False)
+    def access(self, fields: Mapping[str, str | int]) -> None:
+        """Logs a request, whatever levels are on: whoever does not want it does not ask for it."""
+        text = " ".join(f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in fields.items())
+        self._line("I", f"access {text}", *_place(), escape=False, fields=fields)
+
+    def _line(
+        self,
+        severity: str,
+        message: str,
+        file: str,
+        line: int,
+        escape: bool = True,
+        fields: Mapping[str, str | int] | None = None,
+    ) -> None:
+        """Writes a line; `fields` are what `message` says, for the format that has names for it."""
+        time_ns, pid, file = time.time_ns(), os.getpid(), os.path.basename(file)
+        if self.log_format == "json":
+            said = {"message": message} if fields is None else {"message": "access", **fields}
+            text = as_json(severity, time_ns, pid, file, line, said)
+        else:
+            if escape and self.escape:
+                message = json.dumps(message, ensure_ascii=False)
+            text = f"{prefix(severity, time_ns, pid, file, line, self.log_format)}] {message}"
         sink: TextIO = self._file or (sys.stdout if severity == "I" else sys.stderr)
         try:
-            sink.write(f"{head}] {message}\n")
+            sink.write(text + "\n")
             sink.flush()
         except (OSError, ValueError, UnicodeError):
             pass  # a log that cannot be written must not stop the server
@@ -183,6 +203,14 @@ def prefix(severity: str, time_ns: int, pid: int, file: str, line: int, format: 
     if format == "ISO8601":
         return f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', utc)} {severity} {pid} {file}:{line}"
     return f"{severity}{time.strftime('%m%d %H:%M:%S', utc)}.{rest // 1000:06d} {pid} {file}:{line}"
+
+
+def as_json(severity: str, time_ns: int, pid: int, file: str, line: int, said: Mapping[str, str | int]) -> str:
+    """A line as an object: `{"time": "2026-11-21T05:11:45.934966Z", "level": "INFO", ..., "message": "..."}`."""
+    seconds, rest = divmod(time_ns, 1_000_000_000)
+    when = f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(seconds))}.{rest // 1000:06d}Z"
+    head = {"time": when, "level": _LEVELS[severity], "pid": pid, "file": file, "line": line}
+    return json.dumps({**head, **said}, ensure_ascii=False)
 
 
 def _place() -> tuple[str, int]:

@@ -2,6 +2,7 @@ import io
 import json
 import logging
 import re
+from datetime import datetime, timedelta
 
 import pytest
 
@@ -250,3 +251,22 @@ def test_no_models_make_an_empty_table():
 
 def test_rows():
     assert row(IndexEntry("m", "1", "LOADING")) == ("m", "1", "LOADING")
+
+
+def test_lines_as_json_objects(capsys):
+    log = Log()
+    log.configure(format="json")
+    log.warning('a "b"\nc')
+    log.access({"model": "m", "queue_us": 5})
+    printed = capsys.readouterr()
+    warning, access = json.loads(printed.err), json.loads(printed.out)
+    assert (warning["level"], warning["message"], warning["file"]) == ("WARNING", 'a "b"\nc', "test_log.py")
+    assert datetime.fromisoformat(warning["time"]).utcoffset() == timedelta(0)
+    assert (access["message"], access["model"], access["queue_us"]) == ("access", "m", 5)
+
+
+def test_access_lines_are_written_whatever_levels_are_on(capsys):
+    log = Log()
+    log.configure(info=False)
+    log.access({"model": "a b", "queue_us": 5})
+    assert capsys.readouterr().out.endswith('] access model="a b" queue_us=5\n')
