@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import tritonclient.grpc
 import tritonclient.http
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -33,7 +34,7 @@ LEAST_ACCURACY = 0.95
 START_TIMEOUT_S = 120
 BACKENDS = {
     "digits": "ONNX Runtime",
-    "digits_linear": "ONNX Runtime, smaller",
+    "digits_linear": "ONNX, smaller",
     "digits_keras": "TensorFlow, Keras",
     "digits_graphdef": "TensorFlow, graph",
     "digits_torch": "PyTorch",
@@ -127,7 +128,8 @@ def show_classifiers(console: Console, http: str, grpc: str, models: list[str], 
         f"\n{len(images)} requests to each classifier over each protocol, {threads} at a time, of one image each that it"
         " was not trained on:"
     )
-    table = Table("model", "backend", "correct", "HTTP\nper s", "\np50 ms", "gRPC\nper s", "\np50 ms")
+    columns = ("model", "backend", "correct", "HTTP\nper s", "\np50 ms", "gRPC\nper s", "\np50 ms")
+    table = Table(*columns, box=box.SIMPLE_HEAD, pad_edge=False)
     for column in table.columns[2:]:
         column.justify = "right"
     for column in table.columns:
@@ -235,7 +237,7 @@ def main() -> int:
         show_others(console, grpc)
     missing = [framework for framework in FRAMEWORKS if framework not in frameworks]
     if missing:
-        pip = f"{Path(sys.executable).parent / 'pip'} install -c constraints.txt '.[{','.join(missing)}]'"
+        pip = f"{Path(sys.executable).parent / 'pip'} install -c constraints.txt -e '.[{','.join(missing)}]'"
         # `soft_wrap`: lines to copy stay whole.
         console.print(
             f"\nNot shown: {', '.join(missing)}. They take part after:\n\n    {pip}", markup=False, soft_wrap=True
