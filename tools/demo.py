@@ -128,7 +128,7 @@ def show_classifiers(console: Console, http: str, grpc: str, models: list[str], 
         f"\n{len(images)} requests to each classifier over each protocol, {threads} at a time, of one image each that it"
         " was not trained on:"
     )
-    columns = ("model", "backend", "correct", "HTTP\nper s", "\np50 ms", "gRPC\nper s", "\np50 ms")
+    columns = ("model", "backend", "correct", "HTTP\nper s", "p50\nms", "gRPC\nper s", "p50\nms")
     table = Table(*columns, box=box.SIMPLE_HEAD, pad_edge=False)
     for column in table.columns[2:]:
         column.justify = "right"

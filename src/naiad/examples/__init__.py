@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from naiad.errors import AlreadyExists, NaiadError, Unavailable
@@ -50,8 +51,9 @@ def write_example(directory: Path, frameworks: Collection[str] = ()) -> list[Pat
             raise AlreadyExists(f"'{target}' exists; choose a new directory, or remove the model first")
     with tempfile.TemporaryDirectory() as temporary:
         written = Path(temporary)
-        for framework in frameworks:
-            _run(framework, written)
+        with ThreadPoolExecutor() as pool:
+            for _ in pool.map(lambda framework: _run(framework, written), frameworks):
+                pass
         shutil.copytree(
             _FOLDER / "repository", written, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True
         )
