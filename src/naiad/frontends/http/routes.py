@@ -4,7 +4,7 @@ Triton compares paths raw and in full: no trailing slash, no percent-decoding.
 """
 
 import re
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from naiad.errors import InvalidArgument
@@ -12,9 +12,11 @@ from naiad.frontends.http.connection import Exchange, Headers
 from naiad.frontends.http.generate import Generation
 from naiad.frontends.http.inference import Inference
 from naiad.frontends.http.management import Management
-from naiad.frontends.http.replies import JSON, PLAIN
+from naiad.frontends.http.openapi import Described, document
+from naiad.frontends.http.replies import JSON, PLAIN, reply_json
 from naiad.frontends.http.streaming import Streaming
 from naiad.options import Restriction
+from naiad.protocol.json_text import dump
 
 #: Answers an exchange: before it returns, or in the coroutine it returns.
 Handler = Callable[..., Coroutine[Any, Any, None] | None]
@@ -79,13 +81,53 @@ class Routes:
         }
         self._fixed = {
             "/v2": self._route(management.server_metadata, "metadata", _GET, JSON),
+            "/v2/openapi.json": self._route(self._openapi, "metadata", _GET, JSON),
             "/v2/health/live": self._route(management.live, "health", _GET, PLAIN),
             "/v2/health/ready": self._route(management.ready, "health", _GET, PLAIN),
             "/v2/models/stats": self._route(management.statistics, "statistics", _GET, JSON),
             "/v2/trace/setting": self._route(management.trace_setting, "trace", _BOTH, JSON),
             "/v2/logging": self._route(management.logging, "logging", _BOTH, JSON),
         }
+        self._document = dump(document(self.described()))
         self._cache: dict[str, Route] = dict(self._fixed)
+
+    def described(self) -> Iterator[Described]:
+        """All of them, with parameters in braces."""
+
+        def describe(path: str, route: Route) -> Described:
+            restriction = route.restriction
+            name = route.handler.__name__.removeprefix("_")
+            return Described(path, name, route.methods, None if restriction is None else restriction.key)
+
+        for path, route in self._fixed.items():
+            yield describe(path, route)
+        for action in self._of_model:
+            for version in ("", "/versions/{version}"):
+                end = f"/{action}" if action else ""
+                route = self._of(f"/v2/models/{{model}}{version and '/versions/1'}{end}")
+                yield describe(f"/v2/models/{{model}}{version}{end}", route)
+        for kind, action in self._of_region:
+            for region in ("", "/region/{region}"):
+                path = f"/v2/{kind}sharedmemory{region}/{action}"
+                if region or action != "register":
+                    yield describe(path, self._of(path))
+        for path in (
+            "/v2/models/{model}/trace/setting",
+            "/v2/repository/index",
+            "/v2/repository/{repository}/index",
+            "/v2/repository/models/{model}/load",
+            "/v2/repository/models/{model}/unload",
+        ):
+            yield describe(path, self._of(path))
+
+    def _of(self, template: str) -> Route:
+        """The route of a path with parameters in braces: their names will do for values."""
+        route = self._match(template)
+        assert route is not None, f"this is a bug: nothing is served at {template}"
+        return route
+
+    def _openapi(self, exchange: Exchange) -> None:
+        reply_json(exchange, self._document)
 
     def find(self, path: str) -> Route | None:
         """The route of a raw path, None where there is none."""
