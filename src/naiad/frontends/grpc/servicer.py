@@ -24,7 +24,7 @@ from naiad.messages import (
     ResponseSink,
     ServerMetadata,
 )
-from naiad.options import Restriction
+from naiad.options import Restriction, forward_pattern
 from naiad.protocol.proto_codec import Reply, decode, parse_request, parse_version
 from naiad.protocol.regions import Regions, is_local_peer
 from naiad.telemetry.trace import TraceSettings, off
@@ -88,7 +88,7 @@ class InferenceSink(ResponseSink, Protocol):
 class Servicer:
     """The RPCs of the two services. `methods` has all but the two of inference, by path.
 
-    `forward` are the metadata keys that become request parameters, as a regular expression; "" is none.
+    `forward` are the metadata keys that become request parameters, see `forward_pattern`; "" is none.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Servicer:
         self._trace_settings = trace_settings
         self._traces = off() if trace_settings is None else trace_settings
         self._log_settings = log_settings
-        self._forward = re.compile(forward) if forward else None
+        self._forward = forward_pattern(forward) if forward else None
         self._guards = {
             category: (f"triton-grpc-protocol-{restriction.key}".lower(), restriction.value)
             for restriction in restrictions
@@ -167,7 +167,7 @@ class Servicer:
 
     def _forwarded(self, request: InferRequest, metadata: Metadata, pattern: re.Pattern[str]) -> InferRequest:
         parameters: dict[str, ParameterValue] = {
-            key: value for key, value in metadata if isinstance(value, str) and pattern.fullmatch(key)
+            key: value for key, value in metadata if isinstance(value, str) and pattern.search(key)
         }
         if not parameters:
             return request

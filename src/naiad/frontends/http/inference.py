@@ -17,6 +17,7 @@ from naiad.frontends.http.connection import Exchange, Headers
 from naiad.frontends.http.head import RequestHeaders
 from naiad.frontends.http.replies import JSON, PLAIN, reply_error
 from naiad.messages import InferRequest, InferResponse, ParameterValue, ResponseSink, Result
+from naiad.options import forward_pattern
 from naiad.protocol.json_codec import (
     DEFAULT_MAX_INPUT_SIZE,
     RegionInput,
@@ -58,13 +59,8 @@ class HeaderForwarding:
     """Which HTTP headers become request parameters: those with a name in which `pattern` is found."""
 
     def __init__(self, pattern: str) -> None:
-        # RE2 and Python disagree about where flags may stand, and Triton begins every pattern with (?i).
-        flags = re.IGNORECASE
-        if pattern.startswith("(?-i)"):
-            pattern = pattern.removeprefix("(?-i)")
-            flags = re.RegexFlag(0)
         try:
-            self._search = re.compile(pattern, flags).search if pattern else None
+            self._search = forward_pattern(pattern).search if pattern else None
         except re.error as error:
             raise InvalidArgument(f"invalid header forward pattern '{pattern}': {error}") from error
 
@@ -72,14 +68,7 @@ class HeaderForwarding:
         """The parameters, or None. Names are as they were sent."""
         if self._search is None:
             return None
-        parameters: dict[str, ParameterValue] = {}
-        for name, value in headers.items():
-            if self._search(name) is None:
-                continue
-            if name.lower().startswith("triton_"):
-                raise InvalidArgument(f"Header '{name}' is reserved for Triton usage and cannot be forwarded.")
-            parameters[name] = value
-        return parameters
+        return {name: value for name, value in headers.items() if self._search(name) is not None}
 
 
 class _Reply:

@@ -196,6 +196,16 @@ async def test_forwarded_metadata_become_parameters(connect: Connect) -> None:
             assert connection.engine.requests[-1].parameters == expected
 
 
+@pytest.mark.parametrize(
+    ("pattern", "forwarded"),
+    [("SHADE", {"x-shade": "dark"}), ("(?-i)SHADE", {}), ("triton_", {"triton_a": "1"}), ("^shade", {})],
+)
+async def test_forwarding_finds_patterns_as_re2_does(connect: Connect, pattern: str, forwarded: dict[str, str]) -> None:
+    async with connect(forward=pattern) as connection:
+        await connection.stub.ModelInfer(ask(), metadata=(("x-shade", "dark"), ("triton_a", "1")))
+        assert connection.engine.requests[-1].parameters == forwarded
+
+
 # ---------------------------------------------------------------- streams
 
 
