@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from naiad.config.model_config import ModelConfig, TensorConfig
-from naiad.errors import Internal, InvalidArgument
+from naiad.errors import Internal, InvalidArgument, NaiadError
 from naiad.messages import InferRequest, InferResponse, ParameterValue, Tensor
 from naiad.protocol.json_codec import DEFAULT_MAX_INPUT_SIZE, json_data, parameter_value, tensor_data
-from naiad.protocol.json_text import members, parse, string_member
+from naiad.protocol.json_text import members, members_as_given, parse, string_member
 
 _NESTED = "parameters"
 
@@ -26,31 +26,49 @@ def decode_generate(
             "Use --http-max-input-size to increase the limit."
         )
     document = members(parse(body))
+    given = members_as_given(bytes(body), document)
+    document = dict(reversed(given))  # of members with one name, the first counts
     request_id = string_member(document, "id", "Unable to parse 'id': ") if "id" in document else ""
-    tensors: list[Tensor] = []
+    tensors: dict[str, Tensor] = {}
     parameters: dict[str, ParameterValue] = {}
-    levels = [document]
-    if _NESTED in document:
-        if _NESTED in config.inputs:
-            raise InvalidArgument(f"Keyword '{_NESTED}' for nested schema also given as input tensor name")
-        nested = document[_NESTED]
-        if type(nested) is not dict:
-            raise Internal(
-                f"Expected JSON object for keyword: '{_NESTED}': attempt to access JSON non-object as object"
+
+    def take(key: str, value: Any) -> None:
+        config_of_input = config.inputs.get(key)
+        if config_of_input is None:
+            parameters[key] = parameter_value(key, value)
+            return
+        tensor = _tensor(config_of_input, value, max_input_size)
+        if key in tensors:
+            raise InvalidArgument(
+                f"[request id: {request_id or '<id_unknown>'}] input '{key}' already exists in request"
             )
-        levels.append(nested)
-    for level in levels:
-        for key, value in level.items():
-            if level is document and key in ("id", _NESTED):
-                continue
-            tensor = config.inputs.get(key)
-            if tensor is None:
-                parameters[key] = parameter_value(key, value)
-            else:
-                tensors.append(_tensor(tensor, value, max_input_size))
+        tensors[key] = tensor
+
+    nested = _nested(document, config)
+    for key, value in given:
+        if key == _NESTED:
+            try:
+                for inner, inner_value in nested.items():
+                    take(inner, inner_value)
+            except NaiadError as error:
+                raise type(error)(f"Converting keyword: '{_NESTED}': {error}") from error
+            nested = {}
+        elif key != "id":
+            take(key, value)
     if forwarded:
         parameters.update(forwarded)
-    return InferRequest(config.name, tuple(tensors), model_version, request_id, parameters=parameters)
+    return InferRequest(config.name, tuple(tensors.values()), model_version, request_id, parameters=parameters)
+
+
+def _nested(document: Mapping[str, Any], config: ModelConfig) -> Mapping[str, Any]:
+    if _NESTED not in document:
+        return {}
+    if _NESTED in config.inputs:
+        raise InvalidArgument(f"Keyword '{_NESTED}' for nested schema also given as input tensor name")
+    nested: Any = document[_NESTED]
+    if type(nested) is not dict:
+        raise Internal(f"Expected JSON object for keyword: '{_NESTED}': attempt to access JSON non-object as object")
+    return nested
 
 
 def _tensor(config: TensorConfig, value: Any, max_input_size: int) -> Tensor:

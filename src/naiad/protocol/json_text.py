@@ -155,6 +155,20 @@ def members(value: Any, lead: str = "") -> Mapping[str, Any]:
     return value
 
 
+def members_as_given(text: bytes, document: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """The members of `document`, in order, and also those of its text that have the name of another one."""
+    if all(text.count(f'"{key}"'.encode("utf-8", "surrogateescape")) < 2 for key in document):
+        return list(document.items())
+    outermost: list[tuple[str, Any]] = []
+
+    def note(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        outermost[:] = pairs  # the outermost object is the last to be complete
+        return dict(reversed(pairs))
+
+    json.loads(text.decode("utf-8", "surrogateescape"), parse_int=_integer, object_pairs_hook=note)
+    return outermost
+
+
 def _member(value: Any, key: str, lead: str) -> Any:
     if type(value) is not dict or key not in value:
         raise Internal(f"{lead}attempt to access non-existing object member '{key}'")
