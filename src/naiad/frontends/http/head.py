@@ -54,8 +54,11 @@ class Head:
         self.keep_alive = reading.keep_alive
         self.is_http_1_0 = parser.get_http_version() == "1.0"
         length = headers.get("content-length")
-        self.body_size = int(length) if length else 0
         self.is_chunked = headers.get("transfer-encoding") is not None
+        self.body_size = int(length) if length and not self.is_chunked else 0
+        if length and self.is_chunked:
+            # The chunks count. Proxies may see it otherwise: whatever comes next is not theirs to smuggle in.
+            self.keep_alive = False
         expect = headers.get("expect")
         self.expects_invitation = expect is not None and expect.lower() == "100-continue"
         #: Whatever the application has found out about requests with this head.
@@ -69,7 +72,7 @@ class _HeadReader:
         self.headers = RequestHeaders()
         self.url = b""
         self.keep_alive = False
-        self.parser = httptools.HttpRequestParser(self)
+        self.parser = _parser(self)
 
     def on_url(self, url: bytes) -> None:
         self.url += url
@@ -92,7 +95,7 @@ class Chunks:
         self.is_complete = False
         #: Another request began behind this one, in the same read.
         self.is_followed = False
-        self._parser = httptools.HttpRequestParser(self)
+        self._parser = _parser(self)
         self._parser.feed_data(head)
 
     def feed(self, data: bytes) -> None:
@@ -112,6 +115,12 @@ class Chunks:
 
     def on_message_complete(self) -> None:
         self.is_complete = True
+
+
+def _parser(reader: object) -> httptools.HttpRequestParser:
+    parser = httptools.HttpRequestParser(reader)
+    parser.set_dangerous_leniencies(lenient_chunked_length=True)  # a length beside chunks: see Head
+    return parser
 
 
 def _path(url: bytes) -> str:

@@ -1,0 +1,26 @@
+"""Heads that say two things about the size of their body."""
+
+import httptools
+import pytest
+
+from naiad.frontends.http.head import Chunks, Head
+
+BOTH = b"POST /v2 HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+def test_chunks_count_where_a_length_is_given_too() -> None:
+    head = Head(BOTH)
+    assert (head.is_chunked, head.body_size) == (True, 0)
+    chunks = Chunks(BOTH)
+    chunks.feed(b"4\r\nabcd\r\n0\r\n\r\n")
+    assert (chunks.is_complete, b"".join(chunks.parts)) == (True, b"abcd")
+
+
+def test_nothing_is_read_behind_a_request_of_doubtful_size() -> None:
+    assert not Head(BOTH).keep_alive
+    assert Head(BOTH.replace(b"Content-Length: 9\r\n", b"")).keep_alive
+
+
+def test_two_lengths_stay_refused() -> None:
+    with pytest.raises(httptools.HttpParserError):
+        Head(b"POST /v2 HTTP/1.1\r\nContent-Length: 9\r\nContent-Length: 8\r\n\r\n")
