@@ -48,6 +48,7 @@ class Engine:
 
     def __init__(self, manager: ModelManager, *, server_id: str = "triton", strict_readiness: bool = True) -> None:
         self._manager = manager
+        self._table = manager.table
         self._metadata = ServerMetadata(server_id, __version__, EXTENSIONS)
         self._strict_readiness = strict_readiness
         self._started = False
@@ -76,29 +77,29 @@ class Engine:
             raise Unavailable("Server exiting")
         if not self._started or not self._strict_readiness:
             return self._started
-        asked = [model.readiness() for model in self._manager.models() if model.readiness is not None]
+        asked = [model.readiness() for model in self._table.models() if model.readiness is not None]
         answers = await asyncio.gather(*asked, return_exceptions=True)
-        return self._manager.all_ready() and all(answer is True for answer in answers)
+        return self._table.all_ready() and all(answer is True for answer in answers)
 
     async def model_ready(self, name: str, version: int = -1) -> bool:
         """Whether a version is loaded and able, and says so itself where its code has `is_ready`. Raises what that
         raises."""
-        if not self._manager.is_ready(name, version):
+        if not self._table.is_ready(name, version):
             return False
-        readiness = self._manager.lookup(name, version).readiness
+        readiness = self._table.lookup(name, version).readiness
         return readiness is None or await readiness()
 
     # ---------------------------------------------------------------- inference
 
     def model(self, name: str, version: int = -1) -> Model:
         """The loaded version; -1 is the newest. Raises NotFound or Unavailable."""
-        return self._manager.lookup(name, version)
+        return self._table.lookup(name, version)
 
     def infer(self, request: InferRequest, sink: ResponseSink, model: Model | None = None) -> Call:
         """Checks a request and submits it. Raises NaiadError for a request that is refused at once; everything later
         goes to `sink`. `model` is for callers that hold a lease of the version they want."""
         if model is None:
-            model = self._manager.lookup(request.model_name, request.model_version)
+            model = self._table.lookup(request.model_name, request.model_version)
         try:
             request, rows, signature = model.check(request)
         except BrokenContents as error:
@@ -140,20 +141,20 @@ class Engine:
         return self._metadata
 
     def model_metadata(self, name: str, version: int = -1) -> ModelMetadata:
-        metadata = self._manager.lookup(name, version).metadata
+        metadata = self._table.lookup(name, version).metadata
         if version >= 0:
             return metadata
-        versions = self._manager.versions(name)
+        versions = self._table.versions(name)
         return ModelMetadata(metadata.name, versions, metadata.platform, metadata.inputs, metadata.outputs)
 
     def model_config(self, name: str, version: int = -1) -> ModelConfig:
-        return self._manager.lookup(name, version).config
+        return self._table.lookup(name, version).config
 
     def statistics(self, name: str = "", version: int = -1) -> list[ModelStatistics]:
         """The live statistics of the versions that serve: of all models, of all versions of one, or of one."""
         if not name:
-            return [model.statistics for model in self._manager.models()]
-        found = [model for model in self._manager.models() if model.name == name]
+            return [model.statistics for model in self._table.models()]
+        found = [model for model in self._table.models() if model.name == name]
         if not found:
             raise InvalidArgument(f"requested model '{name}' is not available")
         if version >= 0:
@@ -163,7 +164,7 @@ class Engine:
         return [model.statistics for model in found]
 
     async def index(self, ready: bool = False) -> list[IndexEntry]:
-        return await self._manager.index(ready)
+        return self._table.index(await self._manager.names(), ready)
 
     async def load(self, name: str, parameters: Mapping[str, str | bytes] | None = None) -> None:
         await self._manager.load(name, parameters or {})

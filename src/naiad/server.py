@@ -35,6 +35,7 @@ from naiad.models.loader import ModelLoader
 from naiad.models.manager import ModelManager
 from naiad.models.model import Model
 from naiad.models.sources import RepositorySources
+from naiad.models.table import ModelTable
 from naiad.options import ServerOptions
 from naiad.protocol.regions import Regions
 from naiad.repository.watcher import changes
@@ -173,7 +174,7 @@ class Server:
             try:
                 async with self._frontends(engine, regions, metrics, own, traces):
                     await manager.start()
-                    self.failed_models = manager.failures()
+                    self.failed_models = manager.table.failures()
                     self.unreadable = bool(manager.first_snapshot.failures)
                     show_models(log, await engine.index())
                     # What is there now stays: the collector need not look at it again, which would take tens of ms.
@@ -237,6 +238,7 @@ class Server:
             backend_directory=Path(options.backend_directory),
         )
         return ModelManager(
+            ModelTable(),
             sources=sources,
             loader=loader,
             log=self.log,
@@ -250,7 +252,7 @@ class Server:
         options = self.options
 
         def series() -> Iterator[ModelSeries]:
-            for model in manager.models():
+            for model in manager.table.models():
                 cached = store is not None and model.config.response_cache
                 yield ModelSeries(model.statistics, model.config.metric_tags, cached)
 
@@ -262,7 +264,7 @@ class Server:
 
     def _own_metrics(self, manager: ModelManager, hosts: Hosts) -> OwnMetrics:
         def models() -> Iterator[ModelFacts]:
-            for model in manager.models():
+            for model in manager.table.models():
                 yield ModelFacts(model.statistics, model.leases)
 
         def of_hosts() -> Iterator[HostFacts]:

@@ -17,8 +17,8 @@ from naiad.instances.provision import Environments
 from naiad.instances.references import GROUP
 from naiad.instances.thread import ThreadModel
 from naiad.messages import InferRequest, InferStatistics, ModelStatistics, ResponseSink
-from naiad.models.manager import Source
 from naiad.models.model import Model
+from naiad.models.table import Source
 from naiad.models.warmup import warm_up
 from naiad.scheduling.cache import CachingScheduler, Store
 from naiad.scheduling.dynamic import DynamicScheduler

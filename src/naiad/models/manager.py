@@ -1,79 +1,30 @@
 """The life of models: what is wanted, what is there, and the steps from one to the other. On the event loop.
 
-The manager owns the table of loaded versions. It learns what is wanted from the repositories (control modes none and
+The manager alone changes the table of models. It learns what is wanted from the repositories (control modes none and
 poll) or from load and unload requests (explicit), asks `plan` after every event, and carries out the steps: loads run
 as tasks beside each other, a model that fails never takes another along, and what fails leaves its reason here.
 """
 
 import asyncio
-from collections.abc import Coroutine, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Coroutine, Mapping
 from typing import Any, Literal, Protocol
 
 from naiad.config.read import Draft
 from naiad.errors import (
-    AlreadyExists,
-    Cancelled,
     Internal,
     InvalidArgument,
     NaiadError,
-    NotFound,
     Unavailable,
-    Unknown,
-    Unsupported,
 )
-from naiad.messages import IndexEntry
 from naiad.models.model import Model
-from naiad.models.plan import Abandon, Actual, Block, Retire, Update, Wanted, plan
+from naiad.models.plan import Abandon, Block, Retire, Update, Wanted, plan
+from naiad.models.table import ModelTable, Record, Source, load_failed, with_kind
 from naiad.repository.overrides import check_model_name
 from naiad.repository.snapshot import ModelDirectory, Snapshot, versions_for
 from naiad.telemetry.log import Log
 
 #: What versions whose requests have ended get in any case, to unload when the server ends.
 _UNLOAD_S = 1.0
-
-State = Literal["LOADING", "READY", "UNLOADING", "UNAVAILABLE"]
-
-#: How Triton prefixes the text of an error that became a version's state.
-_KIND_NAMES: Mapping[type[NaiadError], str] = {
-    Internal: "Internal",
-    InvalidArgument: "Invalid argument",
-    NotFound: "Not found",
-    Unavailable: "Unavailable",
-    Unsupported: "Unsupported",
-    AlreadyExists: "Already exists",
-    Cancelled: "Cancelled",
-    Unknown: "Unknown",
-}
-
-
-def with_kind(error: BaseException) -> str:
-    """The text of an error behind the name of its kind, as Triton writes it into states and logs."""
-    if not isinstance(error, NaiadError):
-        return f"Internal: {error}"
-    for kind in type(error).__mro__:
-        if kind in _KIND_NAMES:
-            return f"{_KIND_NAMES[kind]}: {error.message}"
-    return f"Unknown: {error.message}"
-
-
-@dataclass(slots=True)
-class Source:
-    """Where a wanted model comes from: its folder (on disk or made of a load request), and its configuration as read
-    from there, or why it could not be read."""
-
-    directory: ModelDirectory
-    draft: Draft | NaiadError
-    #: The configuration in the load request, JSON; it makes every such load a new generation.
-    override: str | None = None
-    #: The folder was written for this load and goes with it.
-    made_of_request: bool = False
-    #: How many need the folder: the record that wants it, loads, and the versions made of it.
-    uses: int = 0
-
-    @property
-    def members(self) -> tuple[str, ...]:
-        return self.draft.members if isinstance(self.draft, Draft) else ()
 
 
 class Sources(Protocol):
@@ -92,42 +43,12 @@ class Loader(Protocol):
     async def load(self, source: Source, version: int) -> Model: ...
 
 
-@dataclass(slots=True)
-class _Record:
-    """Everything known of one model."""
-
-    name: str
-    source: Source | None = None
-    explicit: bool = False
-    #: Counts insisted loads, so that a load request after a failure is a new generation.
-    insisted: int = 0
-    serving: object = None
-    loading: object = None
-    failed: object = None
-    blocked: bool = False
-    abandoned: bool = False
-    #: Why the last load failed, as the caller of `load` is told.
-    error: NaiadError | None = None
-    models: dict[int, Model] = field(default_factory=dict)
-    #: The newest of them: what a request without a version gets.
-    latest: Model | None = None
-    states: dict[int, tuple[State, str]] = field(default_factory=dict)
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether a version that should serve has no instance left that can."""
-        return any(model.failure is not None for model in self.models.values())
-
-    @property
-    def actual(self) -> Actual:
-        return Actual(self.serving, self.loading, self.failed, self.blocked)
-
-
 class ModelManager:
     """Keeps the wanted models loaded. Enter it to load the first ones; leaving it unloads everything."""
 
     def __init__(
         self,
+        table: ModelTable,
         *,
         sources: Sources,
         loader: Loader,
@@ -146,7 +67,8 @@ class ModelManager:
         self._load_retry_count = load_retry_count
         #: The picture of the repositories that `start` loaded from.
         self.first_snapshot = Snapshot()
-        self._records: dict[str, _Record] = {}
+        self.table = table
+        self._records = table.records
         #: What each version is made of that serves or is being closed.
         self._made_of: dict[Model, Source] = {}
         self._changed = asyncio.Event()
@@ -159,88 +81,6 @@ class ModelManager:
 
     def __repr__(self) -> str:
         return f"<ModelManager {self.mode}, {len(self._records)} models>"
-
-    # ---------------------------------------------------------------- looking up
-
-    def lookup(self, name: str, version: int = -1) -> Model:
-        """The version that serves; -1 is the newest. Raises NotFound or Unavailable with Triton's texts (R1-51)."""
-        record = self._records.get(name)
-        if record is not None:
-            model = record.latest if version < 0 else record.models.get(version)
-            if model is not None:
-                return model
-        if record is None or (record.source is None and not record.states):
-            raise NotFound(f"Request for unknown model: '{name}' is not found")
-        if version < 0:
-            raise NotFound(f"Request for unknown model: '{name}' has no available versions")
-        if version in record.states:
-            raise Unavailable(f"Request for unknown model: '{name}' version {version} is not at ready state")
-        raise NotFound(f"Request for unknown model: '{name}' version {version} is not found")
-
-    def is_ready(self, name: str, version: int = -1) -> bool:
-        """Whether a request for it would find a version that can compute."""
-        try:
-            return self.lookup(name, version).failure is None
-        except NaiadError:
-            return False
-
-    def versions(self, name: str) -> tuple[str, ...]:
-        record = self._records.get(name)
-        return tuple(str(version) for version in sorted(record.models)) if record else ()
-
-    def models(self) -> Iterator[Model]:
-        """All versions that serve, by name and version."""
-        for name in sorted(self._records):
-            models = self._records[name].models
-            for version in sorted(models):
-                yield models[version]
-
-    def all_ready(self) -> bool:
-        """What `--strict-readiness` asks: every known version is READY and able, or was unloaded cleanly, and every
-        wanted model has one (R1-69)."""
-        for record in self._records.values():
-            if record.source is not None and not record.states:
-                return False
-            for version, (state, reason) in record.states.items():
-                if state == "READY":
-                    if record.models[version].failure is not None:
-                        return False
-                elif reason != "unloaded":
-                    return False
-        return True
-
-    def failures(self) -> list[str]:
-        """Names of wanted models that have nothing that serves."""
-        return sorted(
-            name
-            for name, record in self._records.items()
-            if not record.models and (record.source is not None or record.error is not None)
-        )
-
-    async def index(self, ready: bool = False) -> list[IndexEntry]:
-        """The models in the repositories, with the states of their versions; not those that came with a load request
-        or whose folder is gone, which Triton does not list either."""
-        places = await self._sources.names()
-        entries: list[IndexEntry] = []
-        for name in sorted(places):
-            if places[name] > 1:
-                if not ready:
-                    reason = "model appears in two or more repositories"
-                    entries.append(IndexEntry(name, state="UNAVAILABLE", reason=reason))
-                continue
-            record = self._records.get(name)
-            shown = False
-            for version, (state, reason) in sorted(record.states.items()) if record else ():
-                if state == "READY":
-                    failure = record.models[version].failure if record else None
-                    if failure is not None:
-                        state, reason = "UNAVAILABLE", failure
-                if not ready or state == "READY":
-                    entries.append(IndexEntry(name, str(version), state, reason or None))
-                shown = True
-            if not shown and not ready:
-                entries.append(IndexEntry(name))
-        return entries
 
     # ---------------------------------------------------------------- what is wanted
 
@@ -307,6 +147,10 @@ class ModelManager:
                     self._take_source(record, member)
                     await self._want_members(member)
 
+    async def names(self) -> Mapping[str, int]:
+        """The model folders, and in how many repositories each is."""
+        return await self._sources.names()
+
     async def load(self, name: str, parameters: Mapping[str, str | bytes]) -> None:
         """Loads or reloads a model and returns when it serves. Raises with the reason when it does not."""
         self._require_explicit()
@@ -362,7 +206,7 @@ class ModelManager:
                 self._drop_unused(member)
             self._reconcile()
 
-    def _drop(self, record: _Record) -> None:
+    def _drop(self, record: Record) -> None:
         self._set_source(record, None)
         record.explicit = False
         record.error = None
@@ -385,19 +229,19 @@ class ModelManager:
         if not self._accepting:
             raise Unavailable("Server is stopping, models are neither loaded nor unloaded any more")
 
-    def _record(self, name: str) -> _Record:
+    def _record(self, name: str) -> Record:
         record = self._records.get(name)
         if record is None:
-            record = self._records[name] = _Record(name)
+            record = self._records[name] = Record(name)
         return record
 
-    def _take_source(self, record: _Record, source: Source) -> None:
+    def _take_source(self, record: Record, source: Source) -> None:
         old = record.source
         if old is not None and old.override is None and source.override is None and _same(old, source):
             return
         self._set_source(record, source)
 
-    def _set_source(self, record: _Record, source: Source | None) -> None:
+    def _set_source(self, record: Record, source: Source | None) -> None:
         old, record.source = record.source, source
         if source is not None:
             source.uses += 1
@@ -419,7 +263,7 @@ class ModelManager:
                 wanted[name] = Wanted(self._generation(record, ()), record.source.members)
         return wanted
 
-    def _generation(self, record: _Record, above: tuple[str, ...]) -> object:
+    def _generation(self, record: Record, above: tuple[str, ...]) -> object:
         """What makes a load a different one: configuration, files, members. An ensemble that contains itself ends the
         walk; validation has refused it with the cycle named."""
         source = record.source
@@ -434,7 +278,7 @@ class ModelManager:
         versions = [(number, version.fingerprint) for number, version in directory.versions.items()]
         return (record.insisted, directory.fingerprint, tuple(versions), source.override, tuple(members))
 
-    def _is_pending(self, record: _Record) -> bool:
+    def _is_pending(self, record: Record) -> bool:
         """Whether a step for this model is still to come, because members are on their way."""
         if record.source is None or record.blocked:
             return False
@@ -459,7 +303,7 @@ class ModelManager:
         if any(isinstance(step, Block | Retire) for step in steps):
             self._reconcile()
 
-    def _begin_update(self, record: _Record) -> None:
+    def _begin_update(self, record: Record) -> None:
         assert record.source is not None, "this is a bug: an update without a source"
         record.loading = self._generation(record, ())
         record.abandoned = False
@@ -469,7 +313,7 @@ class ModelManager:
         self._loads.add(load)
         load.add_done_callback(self._loads.discard)
 
-    async def _update(self, record: _Record, source: Source, generation: object) -> None:
+    async def _update(self, record: Record, source: Source, generation: object) -> None:
         """Loads all wanted versions of a model; they take over together or not at all."""
         loaded: dict[int, Model] = {}
         errors: dict[int, NaiadError] = {}
@@ -526,7 +370,7 @@ class ModelManager:
 
     def _update_failed(
         self,
-        record: _Record,
+        record: Record,
         generation: object,
         versions: tuple[int, ...],
         loaded: dict[int, Model],
@@ -535,7 +379,7 @@ class ModelManager:
     ) -> None:
         record.loading = None
         if isinstance(error, NaiadError):
-            problem: NaiadError = _load_failed(record.name, error.message)
+            problem: NaiadError = load_failed(record.name, error.message)
         else:
             problem = Internal(f"load failed for model '{record.name}': {error!r}. This is a bug.")
             self._log.exception(f"loading model '{record.name}' failed", error)
@@ -553,7 +397,7 @@ class ModelManager:
         for model in loaded.values():
             self._spawn(model.close(), f"close {model.name}")
 
-    def _update_done(self, record: _Record, source: Source, generation: object, loaded: dict[int, Model]) -> None:
+    def _update_done(self, record: Record, source: Source, generation: object, loaded: dict[int, Model]) -> None:
         record.loading = None
         if record.abandoned:
             for version, model in loaded.items():
@@ -577,37 +421,21 @@ class ModelManager:
                 record.states[version] = ("UNLOADING", "")
             self._spawn(self._close(record, model), f"close {record.name}")
 
-    def _serve(self, record: _Record, models: dict[int, Model]) -> None:
+    def _serve(self, record: Record, models: dict[int, Model]) -> None:
         record.models = models
         record.latest = models[max(models)] if models else None
 
-    def _block(self, record: _Record, unavailable: tuple[str, ...]) -> None:
+    def _block(self, record: Record, unavailable: tuple[str, ...]) -> None:
         """An ensemble without its members does not serve, and says why."""
-        reasons: list[str] = []
-        unknown: list[str] = []
-        for name in unavailable:
-            member = self._records.get(name)
-            if member is None or member.source is None or isinstance(member.source.draft, NaiadError):
-                unknown.append(name)
-            elif member.error is not None:
-                reasons.append(
-                    f"ensemble '{record.name}' depends on '{name}' which has no loaded version. Model '{name}' loading "
-                    f"failed with error: {member.error.message}"
-                )
-            else:
-                reasons.append(f"ensemble '{record.name}' depends on '{name}' which has no loaded version.")
-        if unknown:
-            text = f"ensemble {record.name} contains models that are not available or ambiguous: {', '.join(unknown)}"
-            reasons.insert(0, text)
-        reason = "; ".join(reasons)
+        reason = self.table.why_blocked(record.name, unavailable)
         self._retire(record, reason)
         record.blocked = True
-        record.error = _load_failed(record.name, reason)
+        record.error = load_failed(record.name, reason)
         for version in record.source.directory.versions if record.source else ():
             record.states.setdefault(version, ("UNAVAILABLE", reason))
         self._log.error(f"failed to load '{record.name}': {reason}")
 
-    def _retire(self, record: _Record, reason: str = "unloaded") -> None:
+    def _retire(self, record: Record, reason: str = "unloaded") -> None:
         models = record.models
         self._serve(record, {})
         record.serving = None
@@ -620,7 +448,7 @@ class ModelManager:
             record.states[version] = ("UNLOADING", "")
             self._spawn(self._close(record, model, reason), f"close {record.name}")
 
-    async def _close(self, record: _Record, model: Model, reason: str = "unloaded") -> None:
+    async def _close(self, record: Record, model: Model, reason: str = "unloaded") -> None:
         try:
             await model.close()
         finally:
@@ -672,10 +500,6 @@ class ModelManager:
         while self._tasks:
             await asyncio.wait(self._tasks)
         return not given_up
-
-
-def _load_failed(name: str, reason: str) -> InvalidArgument:
-    return InvalidArgument(f"load failed for model '{name}': {reason.rstrip()}\n")
 
 
 def _same_files(one: ModelDirectory, other: ModelDirectory) -> bool:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from naiad.config.read import read_draft
 from naiad.errors import Internal, NaiadError
-from naiad.models.manager import Source
+from naiad.models.table import Source
 from naiad.repository.overrides import LoadOverride, parse_override, remove_override, write_override
 from naiad.repository.snapshot import ModelDirectory, Snapshot, model_names, scan
 

@@ -1,0 +1,214 @@
+"""What is known of models: the table of records, and what is read from it. On the event loop.
+
+Changed by the manager only. Look-ups are on the way of every request.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from naiad.config.read import Draft
+from naiad.errors import (
+    AlreadyExists,
+    Cancelled,
+    Internal,
+    InvalidArgument,
+    NaiadError,
+    NotFound,
+    Unavailable,
+    Unknown,
+    Unsupported,
+)
+from naiad.messages import IndexEntry
+from naiad.models.model import Model
+from naiad.models.plan import Actual
+from naiad.repository.snapshot import ModelDirectory
+
+State = Literal["LOADING", "READY", "UNLOADING", "UNAVAILABLE"]
+
+#: How Triton prefixes the text of an error that became a version's state.
+_KIND_NAMES: Mapping[type[NaiadError], str] = {
+    Internal: "Internal",
+    InvalidArgument: "Invalid argument",
+    NotFound: "Not found",
+    Unavailable: "Unavailable",
+    Unsupported: "Unsupported",
+    AlreadyExists: "Already exists",
+    Cancelled: "Cancelled",
+    Unknown: "Unknown",
+}
+
+
+def with_kind(error: BaseException) -> str:
+    """The text of an error behind the name of its kind, as Triton writes it into states and logs."""
+    if not isinstance(error, NaiadError):
+        return f"Internal: {error}"
+    for kind in type(error).__mro__:
+        if kind in _KIND_NAMES:
+            return f"{_KIND_NAMES[kind]}: {error.message}"
+    return f"Unknown: {error.message}"
+
+
+@dataclass(slots=True)
+class Source:
+    """Where a wanted model comes from: its folder (on disk or made of a load request), and its configuration as read
+    from there, or why it could not be read."""
+
+    directory: ModelDirectory
+    draft: Draft | NaiadError
+    #: The configuration in the load request, JSON; it makes every such load a new generation.
+    override: str | None = None
+    #: The folder was written for this load and goes with it.
+    made_of_request: bool = False
+    #: How many need the folder: the record that wants it, loads, and the versions made of it.
+    uses: int = 0
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        return self.draft.members if isinstance(self.draft, Draft) else ()
+
+
+@dataclass(slots=True)
+class Record:
+    """Everything known of one model."""
+
+    name: str
+    source: Source | None = None
+    explicit: bool = False
+    #: Counts insisted loads, so that a load request after a failure is a new generation.
+    insisted: int = 0
+    serving: object = None
+    loading: object = None
+    failed: object = None
+    blocked: bool = False
+    abandoned: bool = False
+    #: Why the last load failed, as the caller of `load` is told.
+    error: NaiadError | None = None
+    models: dict[int, Model] = field(default_factory=dict)
+    #: The newest of them: what a request without a version gets.
+    latest: Model | None = None
+    states: dict[int, tuple[State, str]] = field(default_factory=dict)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether a version that should serve has no instance left that can."""
+        return any(model.failure is not None for model in self.models.values())
+
+    @property
+    def actual(self) -> Actual:
+        return Actual(self.serving, self.loading, self.failed, self.blocked)
+
+
+class ModelTable:
+    """The records of all models that were ever wanted, by name."""
+
+    def __init__(self) -> None:
+        self.records: dict[str, Record] = {}
+
+    def __repr__(self) -> str:
+        return f"<ModelTable of {len(self.records)} models>"
+
+    def lookup(self, name: str, version: int = -1) -> Model:
+        """The version that serves; -1 is the newest. Raises NotFound or Unavailable with Triton's texts (R1-51)."""
+        record = self.records.get(name)
+        if record is not None:
+            model = record.latest if version < 0 else record.models.get(version)
+            if model is not None:
+                return model
+        if record is None or (record.source is None and not record.states):
+            raise NotFound(f"Request for unknown model: '{name}' is not found")
+        if version < 0:
+            raise NotFound(f"Request for unknown model: '{name}' has no available versions")
+        if version in record.states:
+            raise Unavailable(f"Request for unknown model: '{name}' version {version} is not at ready state")
+        raise NotFound(f"Request for unknown model: '{name}' version {version} is not found")
+
+    def is_ready(self, name: str, version: int = -1) -> bool:
+        """Whether a request for it would find a version that can compute."""
+        try:
+            return self.lookup(name, version).failure is None
+        except NaiadError:
+            return False
+
+    def versions(self, name: str) -> tuple[str, ...]:
+        record = self.records.get(name)
+        return tuple(str(version) for version in sorted(record.models)) if record else ()
+
+    def models(self) -> Iterator[Model]:
+        """All versions that serve, by name and version."""
+        for name in sorted(self.records):
+            models = self.records[name].models
+            for version in sorted(models):
+                yield models[version]
+
+    def all_ready(self) -> bool:
+        """What `--strict-readiness` asks: every known version is READY and able, or was unloaded cleanly, and every
+        wanted model has one (R1-69)."""
+        for record in self.records.values():
+            if record.source is not None and not record.states:
+                return False
+            for version, (state, reason) in record.states.items():
+                if state == "READY":
+                    if record.models[version].failure is not None:
+                        return False
+                elif reason != "unloaded":
+                    return False
+        return True
+
+    def failures(self) -> list[str]:
+        """Names of wanted models that have nothing that serves."""
+        return sorted(
+            name
+            for name, record in self.records.items()
+            if not record.models and (record.source is not None or record.error is not None)
+        )
+
+    def index(self, places: Mapping[str, int], ready: bool = False) -> list[IndexEntry]:
+        """The models in the repositories, with the states of their versions; not those that came with a load request
+        or whose folder is gone, which Triton does not list either. `places` are the model folders, and in how many
+        repositories each is."""
+        entries: list[IndexEntry] = []
+        for name in sorted(places):
+            if places[name] > 1:
+                if not ready:
+                    reason = "model appears in two or more repositories"
+                    entries.append(IndexEntry(name, state="UNAVAILABLE", reason=reason))
+                continue
+            record = self.records.get(name)
+            shown = False
+            for version, (state, reason) in sorted(record.states.items()) if record else ():
+                if state == "READY":
+                    failure = record.models[version].failure if record else None
+                    if failure is not None:
+                        state, reason = "UNAVAILABLE", failure
+                if not ready or state == "READY":
+                    entries.append(IndexEntry(name, str(version), state, reason or None))
+                shown = True
+            if not shown and not ready:
+                entries.append(IndexEntry(name))
+        return entries
+
+    def why_blocked(self, ensemble: str, unavailable: tuple[str, ...]) -> str:
+        """Why an ensemble cannot serve without these of its members."""
+        reasons: list[str] = []
+        unknown: list[str] = []
+        for name in unavailable:
+            member = self.records.get(name)
+            if member is None or member.source is None or isinstance(member.source.draft, NaiadError):
+                unknown.append(name)
+            elif member.error is not None:
+                reasons.append(
+                    f"ensemble '{ensemble}' depends on '{name}' which has no loaded version. Model '{name}' loading "
+                    f"failed with error: {member.error.message}"
+                )
+            else:
+                reasons.append(f"ensemble '{ensemble}' depends on '{name}' which has no loaded version.")
+        if unknown:
+            text = f"ensemble {ensemble} contains models that are not available or ambiguous: {', '.join(unknown)}"
+            reasons.insert(0, text)
+        return "; ".join(reasons)
+
+
+def load_failed(name: str, reason: str) -> InvalidArgument:
+    """The error of a load, as Triton words it."""
+    return InvalidArgument(f"load failed for model '{name}': {reason.rstrip()}\n")
