@@ -47,12 +47,22 @@ def _parse_slowly(text: bytes) -> Any:
         rapidjson.loads(_with_ascii_only(text), number_mode=_NUMBERS)
     except rapidjson.JSONDecodeError as error:
         raise _malformed(error) from None
-    return json.loads(text.decode("utf-8", "surrogateescape"), parse_int=_integer)
+    try:
+        # Like RapidJSON's, the text ends at a zero byte outside of strings.
+        value, _ = _LENIENT.raw_decode(text.decode("utf-8", "surrogateescape").lstrip(" \t\r\n"))
+    except RecursionError:
+        raise too_deep() from None
+    except ValueError as error:
+        raise Internal(f"failed to parse the request JSON buffer: {error}") from None
+    return value
 
 
 def _integer(text: str) -> int | float:
     value = int(text)
     return value if -(2**63) <= value < 2**64 else float(text)
+
+
+_LENIENT = json.JSONDecoder(parse_int=_integer)
 
 
 def _with_ascii_only(text: bytes) -> bytes:

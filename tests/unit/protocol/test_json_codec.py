@@ -66,6 +66,9 @@ class TestJsonText:
         assert dump({"a": [math.nan, math.inf, -math.inf, "null"]}) == b'{"a":[NaN,Infinity,-Infinity,"null"]}'
 
     def test_bytes_that_are_not_utf8_survive(self) -> None:
+        assert parse(b' {"a":"\xff"}\0\xff') == {"a": "\udcff"}, "the text ends at a zero byte"
+        with pytest.raises(Internal, match="failed to parse the request JSON buffer: Expecting value"):
+            parse(b'["\xff",Inf]')
         value = parse(b'{"a\xff":["\xfe\xff",123456789012345678901234567890]}')
         assert dump({"x": next(iter(value))}) == b'{"x":"a\xff"}'
         assert dump(value["a\udcff"][:1]) == b'["\xfe\xff"]'
