@@ -4,15 +4,21 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 SOAK_MINUTES ?= 10
 INSTALLED := $(VENV)/.installed
+# TensorFlow, PyTorch and OpenVINO, some GB of them, in an environment of their own.
+FRAMEWORKS := $(VENV)-frameworks
+FRAMEWORKS_INSTALLED := $(FRAMEWORKS)/.installed
+FRAMEWORK_TESTS := tests/backends tests/unit/backends tests/unit/convert tests/component/convert \
+	tests/api/test_served_tensorflow.py tests/api/test_served_pytorch.py tests/api/test_frameworks_together.py
 # The demo alone needs less, and takes the whole environment if that is there.
 DEMO_INSTALLED := $(if $(wildcard $(INSTALLED)),$(INSTALLED),$(VENV)/.installed-demo)
 
-.PHONY: help env check format test conformance demo soak bench clean
+.PHONY: help env check format test test-frameworks conformance demo soak bench clean
 
 help:
 	@echo 'make env          the environment in $(VENV), with everything the targets below need'
 	@echo 'make check        formatting, lint, types'
 	@echo 'make test         all tests (and the conformance corpus, where it lies beside this folder)'
+	@echo 'make test-frameworks  the tests of TensorFlow, PyTorch, OpenVINO and of conversion, with all of them installed'
 	@echo 'make conformance  the conformance corpus alone, with a table'
 	@echo 'make demo         write an example repository, serve it, send it images'
 	@echo 'make soak         mixed traffic, crashes and reloads for SOAK_MINUTES=10: answers right, nothing grows'
@@ -42,6 +48,15 @@ format: env
 test: env
 	$(BIN)/python -m pytest $(TEST)
 
+$(FRAMEWORKS_INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(FRAMEWORKS)
+	$(FRAMEWORKS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+		-e '.[dev,convert,openvino,tensorflow,torch]'
+	@touch $@
+
+test-frameworks: $(FRAMEWORKS_INSTALLED)
+	$(FRAMEWORKS)/bin/python -m pytest $(FRAMEWORK_TESTS) $(TEST)
+
 conformance: env
 	$(BIN)/python -m pytest tests/conformance -rA $(TEST)
 
@@ -55,4 +70,4 @@ bench: env
 	$(BIN)/python -m benchmarks $(BENCH)
 
 clean:
-	rm -rf $(VENV) build dist demo .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(FRAMEWORKS) build dist demo .mypy_cache .pytest_cache .ruff_cache .hypothesis
