@@ -257,7 +257,12 @@ class Connection(asyncio.BufferedProtocol):
     def client(self) -> str:
         if self._client is None:
             peer = self._transport.get_extra_info("peername") if self._transport is not None else None
-            self._client = f"{peer[0]}:{peer[1]}" if isinstance(peer, tuple) else "unix:"
+            if not isinstance(peer, tuple):
+                self._client = "unix:"
+            elif ":" in peer[0]:
+                self._client = f"[{peer[0]}]:{peer[1]}"
+            else:
+                self._client = f"{peer[0]}:{peer[1]}"
         return self._client
 
     def connection_made(self, transport: Any) -> None:

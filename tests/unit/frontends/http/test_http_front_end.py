@@ -341,6 +341,16 @@ class TestCancellation:
         assert not call.cancelled.is_set()
 
 
+async def test_clients_on_this_machine_are_known_by_either_family(engine: FakeEngine, memory: Path) -> None:
+    for address in ("127.0.0.1", "::1"):
+        async with HttpFrontend(engine, address=address, port=0, regions=Regions(), grace_s=1) as front_end:
+            reader, writer = await asyncio.open_connection(address, front_end.bound_port)
+            body = json.dumps({"key": f"/{memory.name}", "byte_size": 64}).encode()
+            writer.write(request_bytes("POST", "/v2/systemsharedmemory/region/r/register", body, {}))
+            assert (await read_answer(reader)).status == 200
+            writer.close()
+
+
 class TestLifecycle:
     async def test_requests_in_flight_are_finished(self, engine: FakeEngine) -> None:
         async with HttpFrontend(engine, address="127.0.0.1", port=0, grace_s=10) as front_end:
