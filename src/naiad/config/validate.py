@@ -56,6 +56,9 @@ def config_problems(config: Proto) -> Iterator[str]:
         yield f"'max_batch_size' must be non-negative value for {config.name}"
     if not config.HasField("version_policy"):
         yield f"must specify 'version policy' for {config.name}"
+    for agent in config.model_repository_agents.agents:
+        # An agent checks or changes the files: to serve them without it could be what it is there to prevent.
+        yield f"model '{config.name}' names the repository agent '{agent.name}'; this server has no repository agents"
     scheduling = config.WhichOneof("scheduling_choice")
     if scheduling == "dynamic_batching":
         yield from _dynamic_batching_problems(config)

@@ -46,6 +46,10 @@ def _model(body: str) -> str:
             'name: "m" platform: "ensemble"',
             ["ensemble scheduling must be set for ensemble m whose platform is ensemble"],
         ),
+        (
+            _model('model_repository_agents { agents { name: "checksum" } }'),
+            ["model 'm' names the repository agent 'checksum'; this server has no repository agents"],
+        ),
         ('name: "m" backend: "b" max_batch_size: -1', ["'max_batch_size' must be non-negative value for m"]),
         (
             _model("dynamic_batching { preferred_batch_size: [ 0 ] }"),
