@@ -45,7 +45,7 @@ class ConnectionClosed(Exception):
 
 #: Heads seen, up to this size and number.
 _KEPT_HEAD_SIZE = 1024
-_KEPT_HEADS = 4096
+_KEPT_HEADS = 1024
 
 
 class Stream:

@@ -25,7 +25,7 @@ _GET = frozenset(("GET",))
 _POST = frozenset(("POST",))
 _BOTH = _GET | _POST
 _LARGEST_VERSION = 2**63 - 1
-_CACHED = 4096
+_CACHED = 1024
 
 _MODEL = re.compile(
     r"/v2/models/([^/]+)(?:/versions/([0-9]+))?(?:/(infer|infer_stream|generate|generate_stream|ready|stats|config|trace/setting))?"
