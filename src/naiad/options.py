@@ -587,6 +587,12 @@ class ServerOptions:
         parse=_choice("--grpc-infer-response-compression-level", "none", "low", "medium", "high"),
         metavar="none|low|medium|high",
     )
+    grpc_reflection: bool = _grpc(
+        "--grpc-reflection",
+        False,
+        "Describe the services to clients that ask (server reflection), as grpcurl does.",
+        kind=bool,
+    )
     grpc_keepalive_time: int = _grpc(
         "--grpc-keepalive-time", 7200000, "Milliseconds after which a keepalive ping is sent.", kind=int
     )

@@ -171,7 +171,7 @@ async def _unimplemented(requests: AsyncIterable[bytes], context: Context) -> No
 
 def _reflect(server: aio.Server) -> None:
     if importlib.util.find_spec("grpc_reflection") is None:
-        raise InvalidArgument("gRPC reflection needs the package grpcio-reflection: pip install grpcio-reflection")
+        raise InvalidArgument("gRPC reflection needs the package grpcio-reflection: pip install 'naiad[reflection]'")
     reflection = importlib.import_module("grpc_reflection.v1alpha.reflection")
     reflection.enable_server_reflection((SERVICE, reflection.SERVICE_NAME), server)
 

@@ -65,6 +65,7 @@ class GrpcOptions(msgspec.Struct, frozen=True):
             server_key=server.grpc_server_key,
             root_cert=server.grpc_root_cert,
             compression_level=server.grpc_infer_response_compression_level,
+            reflection=server.grpc_reflection,
             keepalive_time_ms=server.grpc_keepalive_time,
             keepalive_timeout_ms=server.grpc_keepalive_timeout,
             keepalive_permit_without_calls=server.grpc_keepalive_permit_without_calls,

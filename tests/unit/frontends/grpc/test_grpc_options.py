@@ -173,7 +173,7 @@ async def test_reflection_names_the_package_it_needs(implementation: Any) -> Non
     options = GrpcOptions(address="127.0.0.1", port=0, implementation=implementation, reflection=True)
     frontend = GrpcFrontend(FakeEngine(), options)
     if importlib.util.find_spec("grpc_reflection") is None:
-        with pytest.raises(InvalidArgument, match="pip install grpcio-reflection"):
+        with pytest.raises(InvalidArgument, match=r"pip install 'naiad\[reflection\]'"):
             await frontend.__aenter__()
         return
     async with frontend, aio.insecure_channel(f"127.0.0.1:{frontend.port}") as channel:
