@@ -38,7 +38,7 @@ def exposition(families: Iterable[Family]) -> bytes:
             continue
         lines.append(f"# HELP {family.name} {_escape(family.help)}\n# TYPE {family.name} {family.kind}\n")
         for labels, value, suffix in family.samples:
-            inside = ",".join(f'{key}="{_escape(text, quotes=True)}"' for key, text in labels.items())
+            inside = ",".join(f'{key}="{_escape(labels[key], quotes=True)}"' for key in sorted(labels, key=_place))
             lines.append(f"{family.name}{suffix}{{{inside}}} " if inside else f"{family.name}{suffix} ")
             lines.append(number(value) + "\n")
     return "".join(lines).encode(errors="backslashreplace")
@@ -53,6 +53,11 @@ def number(value: float) -> str:
     if math.isinf(value):
         return "+Inf" if value > 0 else "-Inf"
     return str(int(value)) if value.is_integer() and abs(value) < 2**53 else repr(value)
+
+
+def _place(key: str) -> tuple[bool, str]:
+    """Labels come by name, as from Triton, then the one that tells the lines of a histogram or summary apart."""
+    return key in ("le", "quantile"), key
 
 
 def _escape(text: str, quotes: bool = False) -> str:

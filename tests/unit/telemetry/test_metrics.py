@@ -58,10 +58,10 @@ def test_the_families_of_a_model():
     labels = '{model="m",version="1"}'
     assert samples == {
         f"nv_inference_request_success{labels}": "3",
-        'nv_inference_request_failure{model="m",version="1",reason="REJECTED"}': "1",
-        'nv_inference_request_failure{model="m",version="1",reason="CANCELED"}': "0",
-        'nv_inference_request_failure{model="m",version="1",reason="BACKEND"}': "0",
-        'nv_inference_request_failure{model="m",version="1",reason="OTHER"}': "0",
+        'nv_inference_request_failure{model="m",reason="REJECTED",version="1"}': "1",
+        'nv_inference_request_failure{model="m",reason="CANCELED",version="1"}': "0",
+        'nv_inference_request_failure{model="m",reason="BACKEND",version="1"}': "0",
+        'nv_inference_request_failure{model="m",reason="OTHER",version="1"}': "0",
         f"nv_inference_count{labels}": "6",
         f"nv_inference_exec_count{labels}": "1",
         f"nv_inference_pending_request_count{labels}": "2",
@@ -123,7 +123,7 @@ def test_help_and_type_are_tritons(name, kind, help):
 
 
 def test_metric_tags_become_labels_with_an_underscore():
-    assert 'nv_inference_count{model="m",version="1",_squad="red"} 6' in text_of(ModelSeries(used(), {"squad": "red"}))
+    assert 'nv_inference_count{_squad="red",model="m",version="1"} 6' in text_of(ModelSeries(used(), {"squad": "red"}))
 
 
 def test_an_old_version_that_drains_is_counted_with_the_new_one():
@@ -132,7 +132,7 @@ def test_an_old_version_that_drains_is_counted_with_the_new_one():
         'nv_inference_count{model="m",version="1"} 12',
         'nv_inference_count{model="other",version="1"} 6',
     ]
-    assert 'nv_inference_request_failure{model="m",version="1",reason="REJECTED"} 2' in text
+    assert 'nv_inference_request_failure{model="m",reason="REJECTED",version="1"} 2' in text
 
 
 def test_no_models_no_families():

@@ -48,7 +48,7 @@ def test_latencies_of_a_version_and_of_one_that_drains_are_one_histogram() -> No
     new.latencies.add_batch([0, 1, 70_000_000_000 - 300_000], 70_000_000_000, 70_000_000_000)
     new.infer.queue.add(140_000_300_000, 3)
     found = lines([ModelFacts(old, 1), ModelFacts(new, 2)], [], {}, "naiad_latency_seconds")
-    queue = [line.replace('model="m",version="1",phase="queue"', "") for line in found if 'phase="queue"' in line]
+    queue = [line.replace('model="m",phase="queue",version="1"', "") for line in found if 'phase="queue"' in line]
     assert queue[:4] == [
         'naiad_latency_seconds_bucket{,le="0.0001"} 1',
         'naiad_latency_seconds_bucket{,le="0.00025"} 1',
@@ -79,7 +79,7 @@ def test_batches_are_counted_by_size_and_reason() -> None:
     assert 'naiad_batch_size_bucket{model="m",version="2",le="+Inf"} 8' in found
     assert 'naiad_batch_size_sum{model="m",version="2"} 2011' in found
     assert 'naiad_batch_size_count{model="m",version="2"} 8' in found
-    assert 'naiad_batches_total{model="m",version="2",reason="preferred size"} 2' in found
+    assert 'naiad_batches_total{model="m",reason="preferred size",version="2"} 2' in found
 
 
 def test_processes_of_a_version_are_added_up() -> None:
