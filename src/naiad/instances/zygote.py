@@ -182,6 +182,8 @@ class Zygote:
 def main() -> None:
     """The program."""
     fd, backend = int(sys.argv[1]), sys.argv[2]
+    # Model code sees what an embedded interpreter has: `unittest.main` and argparse would take ours as theirs.
+    sys.argv[:] = [""]
     host.ignore_signals()
     name_process(f"naiad-{backend}")
     zygote = Zygote(socket.socket(fileno=fd))

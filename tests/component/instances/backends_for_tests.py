@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import threading
 import time
 
@@ -72,6 +73,8 @@ class Misbehaving(Identity):
             result = np.full_like(result, b"x" * int(argument))
         elif what == "close_fds":
             os.closerange(3, 64)
+        elif what == "argv":
+            result = np.full_like(result, repr(sys.argv).encode())
         elif what == "who":
             result = np.full_like(
                 result, f"{os.getpid()} {threading.current_thread() is threading.main_thread()}".encode()

@@ -85,6 +85,11 @@ async def test_all_instances_of_a_host_fail_and_come_back_together(lab):
         assert output(await say(instance, "hello")) == b"hello"
 
 
+async def test_model_code_sees_no_arguments_of_ours(lab):
+    model = await lab.load("Misbehaving", STRINGS)
+    assert output(await say(model.instances[0], "argv")) == b"['']"
+
+
 async def test_an_idle_host_that_is_killed_comes_back(lab):
     model = await lab.load("Misbehaving", STRINGS)
     (instance,) = model.instances
