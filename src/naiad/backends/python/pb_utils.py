@@ -208,7 +208,9 @@ class Logger:
 
     @staticmethod
     def log(message: str, level: _LogLevel = _LogLevel.INFO) -> None:
-        _log(message, _LogLevel(level).name)
+        if not isinstance(level, _LogLevel):
+            raise TypeError(f"Logger needs a LogLevel, got {type(level)}")
+        _log(message, level.name)
 
     @staticmethod
     def log_info(message: str) -> None:

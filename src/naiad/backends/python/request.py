@@ -97,8 +97,15 @@ class InferenceRequest:
                 raise TypeError(f"InferenceRequest needs a list of Tensor objects, got one of {type(tensor)}")
         if isinstance(requested_output_names, str):
             raise TypeError("InferenceRequest needs a list of requested_output_names, got <class 'str'>")
+        if not all(isinstance(name, str) for name in requested_output_names):
+            raise TypeError("InferenceRequest needs a str for each of requested_output_names")
         if not all(requested_output_names):
             raise TritonModelException(f"Requested output name {where}")
+        numbers = (correlation_id, model_version, flags, timeout)
+        if any(number is None for number in numbers) or not isinstance(request_id, str):
+            raise TypeError(
+                "InferenceRequest takes no None as request_id, correlation_id, model_version, flags or timeout"
+            )
         if not isinstance(correlation_id, (int, str)):
             raise TritonModelException("Correlation ID must be integer or string")
         self._request_id = request_id
@@ -158,7 +165,7 @@ class InferenceRequest:
         self._release_flags = flags
 
     def exec(self, decoupled: bool = False) -> "InferenceResponse | ResponseIterator":
-        """Runs the request and blocks for its response, or with `decoupled` answers an iterator of all of them.
+        """Runs the request and blocks for its response, or with `decoupled` for the first and answers an iterator.
 
         Errors of the called model come as responses. Raises TritonModelException outside of `execute`.
         """
@@ -256,7 +263,10 @@ class ReceivedRequest(InferenceRequest):
 
 
 class ResponseIterator:
-    """The responses of a decoupled call, as they come. Iterating once more goes through them again."""
+    """The responses of a decoupled call, as they come. Iterating once more goes through them again.
+
+    Made when the first is here: coroutines that wait for a call in a thread iterate on their loop.
+    """
 
     __slots__ = ("_at", "_endings", "_responses", "_services", "_stream")
 
@@ -269,6 +279,8 @@ class ResponseIterator:
         self._responses = responses or []
         self._endings = dropped.endings()
         self._at = 0
+        if stream is not None:
+            self._responses.append(self._next(stream))
 
     def __iter__(self) -> Iterator[InferenceResponse]:
         if self._stream is None and self._at >= len(self._responses):

@@ -30,10 +30,12 @@ class Tensor:
     _device: dlpack.DeviceTensor
 
     def __init__(self, name: str, numpy_array: Array) -> None:
-        if not name:
-            raise TritonModelException(_EMPTY_NAME)
+        if not isinstance(name, str):
+            raise TypeError(f"Tensor needs a str as its name, got {type(name)}")
         if not isinstance(numpy_array, np.ndarray):
             raise TypeError(f"Tensor '{name}' needs a numpy.ndarray, got {type(numpy_array)}")
+        if not name:
+            raise TritonModelException(_EMPTY_NAME)
         dtype = numpy_array.dtype
         if dtype not in _TAKEN:
             if datatypes.from_numpy(dtype) is None:

@@ -156,6 +156,19 @@ def test_an_error_of_the_called_model_keeps_text_and_code(services: FakeServices
     assert (error.message(), error.code()) == ("later", pb_utils.TritonError.UNAVAILABLE)
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"requested_output_names": [None]},
+        *({name: None} for name in ("correlation_id", "flags", "inputs", "model_name", "model_version", "request_id")),
+    ],
+)
+def test_arguments_of_a_wrong_type_are_type_errors(services: FakeServices, wrong: dict[str, Any]) -> None:
+    right: dict[str, Any] = {"model_name": "n", "inputs": [], "requested_output_names": []}
+    with pytest.raises(TypeError):
+        InferenceRequest(**{**right, **wrong})
+
+
 def answers_of_a_stream(count: int) -> list[InferAnswer]:
     value = TensorValue("Y", 8, (1,), memoryview(np.array([4], np.int32).tobytes()))
     return [InferAnswer((value,), final=False) for _ in range(count)] + [InferAnswer()]
@@ -176,7 +189,7 @@ def test_a_decoupled_call_gives_responses_as_they_come_and_again(services: FakeS
 
 
 def test_a_decoupled_call_can_be_cancelled_until_it_is_over(services: FakeServices) -> None:
-    left = answers_of_a_stream(0)
+    left = answers_of_a_stream(1)
     services.answers["infer"] = lambda call: StreamAnswer(9)
     services.answers["next_response"] = lambda call: left.pop(0)
     services.answers["cancel"] = lambda call: None
@@ -185,7 +198,7 @@ def test_a_decoupled_call_can_be_cancelled_until_it_is_over(services: FakeServic
     responses.cancel()
     list(responses)
     responses.cancel()
-    assert [method for method, _ in services.asked] == ["infer", "cancel", "next_response"]
+    assert [method for method, _ in services.asked] == ["infer", "next_response", "cancel", "next_response"]
 
 
 def test_a_stream_that_breaks_ends_with_the_error(services: FakeServices) -> None:
@@ -212,6 +225,16 @@ def test_a_stream_nobody_reads_to_its_end_is_emptied(services: FakeServices) -> 
     services.answers["next_response"] = next_response
     InferenceRequest(model_name="n", inputs=[], requested_output_names=[]).exec(decoupled=True)
     assert empty.wait(10)
+
+
+async def test_a_coroutine_waits_for_the_first_response_of_a_decoupled_call(services: FakeServices) -> None:
+    left = answers_of_a_stream(1)
+    services.answers["infer"] = lambda call: StreamAnswer(9)
+    services.answers["next_response"] = lambda call: left.pop(0)
+    request = InferenceRequest(model_name="n", inputs=[], requested_output_names=[])
+    responses = await request.async_exec(decoupled=True)
+    assert services.asked[1:] == [("next_response", StreamCall(9))]
+    assert [len(response.output_tensors()) for response in responses] == [1, 0]  # type: ignore[union-attr]
 
 
 async def test_calls_in_coroutines(services: FakeServices) -> None:

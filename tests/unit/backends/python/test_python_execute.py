@@ -146,7 +146,7 @@ def test_the_stack_of_an_error_has_the_model_only_innermost_first(tmp_path: Path
         tmp_path,
         """
         def inner():
-            pb_utils.Tensor("", None)
+            pb_utils.Tensor("", np.zeros(1))
 
         class TritonPythonModel:
             def execute(self, requests):

@@ -94,3 +94,9 @@ def test_responses() -> None:
         InferenceResponse([np.zeros(1)])  # type: ignore[list-item]
     with pytest.raises(TypeError, match="needs a TritonError as its error, got <class 'str'>"):
         InferenceResponse(error="x")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("level", [None, 1])
+def test_a_log_level_is_a_log_level(level: object) -> None:
+    with pytest.raises(TypeError):
+        pb_utils.Logger.log("text", level)  # type: ignore[arg-type]

@@ -147,3 +147,9 @@ def test_a_tensor_on_a_gpu_stays_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dlpack, "_copy_from_gpu", copy)
     assert host_array(tensor).tolist() == host_array(again).tolist() == [[0, 1, 2], [3, 4, 5]]
     assert copies == [3, 3]
+
+
+@pytest.mark.parametrize("name", [None, 1])
+def test_a_name_that_is_no_string_is_a_type_error(name: object) -> None:
+    with pytest.raises(TypeError):
+        Tensor(name, np.zeros(1))  # type: ignore[arg-type]
