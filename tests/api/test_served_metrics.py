@@ -23,9 +23,9 @@ def server(tmp_path: Path) -> Iterator[Server]:
 
 
 def value(text: str, name: str, **labels: str) -> float:
-    """The value of one series."""
-    inside = ",".join(f'{key}="{text}"' for key, text in labels.items())
-    (found,) = re.findall(rf"^{re.escape(f'{name}{{{inside}}}')} (\S+)$", text, re.MULTILINE)
+    """The value of one series, in whatever order its labels are written."""
+    lines = re.findall(rf"^{name}\{{(.*)\}} (\S+)$", text, re.MULTILINE)
+    (found,) = (number for inside, number in lines if dict(re.findall(r'(\w+)="([^"]*)"', inside)) == labels)
     return float(found)
 
 
