@@ -5,19 +5,16 @@ decision at the end of the turn. The decision itself is `RequestQueue.take`; thi
 instances and the statistics of a batch.
 """
 
-import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
 from naiad.errors import Internal, NaiadError, Unavailable
 from naiad.instances.instance import ComputeTimes, Instance
-from naiad.messages import BatchStatistics, InferRequest, InferResponse, ModelStatistics, Result
+from naiad.messages import InferRequest, InferResponse, ModelStatistics, Result
 from naiad.scheduling.queue import Batch, RequestQueue, WaitUntil
 from naiad.scheduling.scheduler import Call, delay_from
-
-#: The text of a scheduler that takes no more calls.
-STOPPED = "Server is stopping, scheduler for model has stopped accepting new inference requests"
+from naiad.scheduling.turns import STOPPED, TurnScheduler, trace_execution
 
 
 class Execution:
@@ -58,58 +55,7 @@ class Execution:
         self.scheduler.completed(self, times, succeeded)
 
 
-def count_execution(
-    statistics: ModelStatistics,
-    calls: Sequence[Call],
-    total_rows: int,
-    times: ComputeTimes,
-    succeeded: bool,
-    null_rows: int = 0,
-) -> None:
-    """Counts one execution as Triton does: durations per request, the whole batch charged to each (R12-22, R12-23).
-
-    A batch whose execution failed counts as an execution of its size, but not among the inferences; neither do
-    `null_rows`, rows that end no call.
-    """
-    compute_input = times.input_end_ns - times.start_ns
-    compute_infer = times.output_start_ns - times.input_end_ns
-    compute_output = times.end_ns - times.output_start_ns
-    statistics.execution_count += 1
-    batch = statistics.batches.get(total_rows)
-    if batch is None:
-        batch = statistics.batches[total_rows] = BatchStatistics()
-    batch.compute_input.add(compute_input)
-    batch.compute_infer.add(compute_infer)
-    batch.compute_output.add(compute_output)
-    count = len(calls)
-    queued_ns = [call.queued_ns for call in calls]
-    queued_sum = sum(queued_ns)
-    infer = statistics.infer
-    request_sum = times.end_ns * count - queued_sum
-    if not succeeded:
-        infer.fail.add(request_sum, count)
-        statistics.failures["BACKEND"] += count
-        return
-    queue_sum = times.start_ns * count - queued_sum
-    statistics.inference_count += total_rows - null_rows
-    statistics.last_inference_ms = time.time_ns() // 1_000_000
-    infer.success.add(request_sum, count)
-    infer.queue.add(queue_sum, count)
-    infer.compute_input.add(compute_input * count, count)
-    infer.compute_infer.add(compute_infer * count, count)
-    infer.compute_output.add(compute_output * count, count)
-    if count:
-        statistics.latencies.add_batch(queued_ns, times.start_ns, times.end_ns)
-
-
-def trace_execution(requests: Sequence[InferRequest], times: ComputeTimes) -> None:
-    """Tells the traces of an executed batch its times."""
-    for request in requests:
-        if request.trace is not None:
-            request.trace.computed(times.start_ns, times.input_end_ns, times.output_start_ns, times.end_ns)
-
-
-class DynamicScheduler:
+class DynamicScheduler(TurnScheduler):
     """Batches calls over the instances of one model version."""
 
     def __init__(
@@ -122,26 +68,12 @@ class DynamicScheduler:
         preserve_ordering: bool = False,
         report: Callable[[str, BaseException], None],
     ) -> None:
-        self._model_name = model_name
+        super().__init__(model_name, instances, statistics, report)
         self._queue = queue
         self._instances = deque(instances)
-        self._statistics = statistics
         self._order = _Order() if preserve_ordering else None
-        self._report = report
         #: Nothing runs before so many calls wait; 0 from then on.
         self._hold = delay_from("TRITONSERVER_DELAY_SCHEDULER")
-        self._loop = asyncio.get_running_loop()
-        self._decision_due = False
-        self._timer: asyncio.TimerHandle | None = None
-        self._closed = False
-        self._running = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
-        for instance in instances:
-            instance.on_change = self._ask
-
-    def __repr__(self) -> str:
-        return f"<DynamicScheduler {self._model_name} pending={len(self._queue)} running={self._running}>"
 
     @property
     def pending(self) -> int:
@@ -156,9 +88,7 @@ class DynamicScheduler:
         if self._order is not None:
             self._order.expect(call)
         self._idle.clear()
-        if not self._decision_due:
-            self._decision_due = True
-            self._loop.call_soon(self._decide)
+        self._ask()
 
     def withdraw(self, call: Call) -> None:
         execution = call.execution
@@ -166,48 +96,24 @@ class DynamicScheduler:
             self._queue.remove(call)
             self._statistics.pending -= 1
             self._refuse(call, None)
+            self._ask()
         else:
             execution.instance.cancel(execution, call.index)
 
     def answer(self, call: Call, result: Result | None, final: bool) -> None:
-        """A result of a running call, in order where the model asks for it. A failing sink is the client's trouble."""
-        deliver = call.deliver if self._order is None else self._order.deliver_for(call)
-        try:
-            deliver(result, final)
-        except Exception as error:
-            self._report(f"a response of model '{self._model_name}' could not be passed on", error)
+        """A result of a running call, in order where the model asks for it."""
+        self._deliver(call.deliver if self._order is None else self._order.deliver_for(call), result, final)
 
     def completed(self, execution: Execution, times: ComputeTimes | None, succeeded: bool) -> None:
-        self._running -= 1
-        if times is None:
-            now = time.monotonic_ns()
-            times = ComputeTimes(now, now, now, now)
-            succeeded = False
-        count_execution(self._statistics, execution.calls, execution.total_rows, times, succeeded)
+        times = self._executed(execution.calls, execution.total_rows, times, succeeded)
         if execution.is_traced:
             trace_execution(execution.requests, times)
-        self._ask()
-
-    async def close(self) -> None:
-        """Refuses new calls; returns when every call has been handed to an instance and executed."""
-        self._closed = True
-        if self._idle_now():
-            self._idle.set()
-        await self._idle.wait()
 
     def fail_waiting(self, error: NaiadError) -> None:
         """Fails what still waits, when nobody will ever take it."""
         for call in self._queue.drain():
             self._statistics.pending -= 1
             self._refuse(call, error)  # type: ignore[arg-type]
-
-    def _idle_now(self) -> bool:
-        return not len(self._queue) and not self._running
-
-    def _ask(self) -> None:
-        if not self._decision_due:
-            self._decision_due = True
-            self._loop.call_soon(self._decide)
 
     def _available(self) -> Instance | None:
         """The idle instance that has been idle longest."""
@@ -264,13 +170,7 @@ class DynamicScheduler:
     def _refuse(self, call: Call, error: NaiadError | None) -> None:
         if self._order is not None:
             self._order.forget(call)
-        try:
-            if error is None:
-                call.fail_cancelled()
-            else:
-                call.fail(error, "REJECTED")
-        except Exception as problem:
-            self._report(f"an error of model '{self._model_name}' could not be passed on", problem)
+        self._fail(call, error)
 
 
 class _Order:

@@ -29,8 +29,8 @@ from naiad.messages import (
     SequenceControl,
     Tensor,
 )
-from naiad.scheduling.dynamic import STOPPED, count_execution
 from naiad.scheduling.scheduler import Call
+from naiad.scheduling.turns import STOPPED, count_execution
 
 #: How long a request of a step waits for `max_inflight_requests`, in seconds, before it goes on all the same.
 _LIMIT_WAIT_S = 300.0

@@ -7,7 +7,6 @@ Iterative sequences: a request is a sequence of its own, and the model may give 
 once more, together with whatever else waits by then.
 """
 
-import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -16,11 +15,11 @@ from naiad.errors import InvalidArgument, NaiadError, Unavailable
 from naiad.instances.instance import ComputeTimes, Instance
 from naiad.messages import InferRequest, InferResponse, ModelStatistics, Result, SequenceControl, Tensor
 from naiad.scheduling.controls import Controls, null_request
-from naiad.scheduling.dynamic import STOPPED, count_execution, trace_execution
 from naiad.scheduling.queue import WaitUntil
 from naiad.scheduling.scheduler import Call, FailureReason, delay_from
 from naiad.scheduling.slots import Direct, Oldest, Round, Slots, Step
 from naiad.scheduling.states import States, nulls
+from naiad.scheduling.turns import STOPPED, TurnScheduler, trace_execution
 
 
 class SequenceExecution:
@@ -67,7 +66,7 @@ class SequenceExecution:
         self.scheduler.completed(self, times, succeeded)
 
 
-class SequenceScheduler:
+class SequenceScheduler(TurnScheduler):
     """Runs the sequences of one model version. `initial_states`: see `States`."""
 
     def __init__(
@@ -82,10 +81,8 @@ class SequenceScheduler:
     ) -> None:
         batching = config.sequence_batching
         assert batching is not None, "this is a bug: a sequence scheduler for a model without sequences"
-        self._model_name = config.name
+        super().__init__(config.name, instances, statistics, report)
         self._instances = tuple(instances)
-        self._statistics = statistics
-        self._report = report
         self._warn = warn
         self._is_iterative = batching.iterative
         self._iterations = 0
@@ -99,18 +96,6 @@ class SequenceScheduler:
         self._lost: dict[int | str, tuple[int, str]] = {}
         self._hold = delay_from("TRITONSERVER_DELAY_SCHEDULER")
         self._hold_backlog = delay_from("TRITONSERVER_BACKLOG_DELAY_SCHEDULER")
-        self._loop = asyncio.get_running_loop()
-        self._decision_due = False
-        self._timer: asyncio.TimerHandle | None = None
-        self._closed = False
-        self._running = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
-        for instance in self._instances:
-            instance.on_change = self._ask
-
-    def __repr__(self) -> str:
-        return f"<SequenceScheduler {self._model_name} pending={len(self._slots)} running={self._running}>"
 
     @property
     def pending(self) -> int:
@@ -164,7 +149,7 @@ class SequenceScheduler:
         self._ask()
 
     def answer(self, step: Step, result: Result | None, final: bool) -> None:
-        """A result of a running step. A failing sink is the client's trouble."""
+        """A result of a running step."""
         sequence = step.sequence
         if self._states and isinstance(result, InferResponse):
             result, sequence.state = self._states.split(result, step.call.request, sequence.state)
@@ -172,10 +157,7 @@ class SequenceScheduler:
         if final:
             self._slots.finish(step, time.monotonic_ns())
             self._ask()
-        try:
-            step.call.deliver(result, final)
-        except Exception as error:
-            self._report(f"a response of model '{self._model_name}' could not be passed on", error)
+        self._deliver(step.call.deliver, result, final)
 
     def run_again(self, step: Step) -> None:
         """The model has given a step back."""
@@ -187,39 +169,15 @@ class SequenceScheduler:
             self._end(step, Unavailable(f"model '{self._model_name}': the instance that ran this request is gone"))
 
     def completed(self, execution: SequenceExecution, times: ComputeTimes | None, succeeded: bool) -> None:
-        self._running -= 1
-        if times is None:
-            now = time.monotonic_ns()
-            times = ComputeTimes(now, now, now, now)
-            succeeded = False
         # Each iteration counts as an inference, as in Triton; the next one has waited from the end of this one on.
         calls = [step.call for step in execution.steps if step is not None]
         row_count = len(execution.steps)
-        count_execution(self._statistics, calls, row_count, times, succeeded, null_rows=row_count - len(calls))
+        times = self._executed(calls, row_count, times, succeeded, null_rows=row_count - len(calls))
         for step in execution.again:
             step.call.queued_ns = times.end_ns
         trace_execution(execution.requests, times)
-        self._ask()
-
-    async def close(self) -> None:
-        """Refuses new sequences; returns when every call has been handed to an instance and executed."""
-        self._closed = True
-        if self._idle_now():
-            self._idle.set()
-        await self._idle.wait()
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
 
     # ---- decisions --------------------------------------------------------------------------------------
-
-    def _idle_now(self) -> bool:
-        return not len(self._slots) and not self._running
-
-    def _ask(self) -> None:
-        if not self._decision_due:
-            self._decision_due = True
-            self._loop.call_soon(self._decide)
 
     def _decide(self) -> None:
         self._decision_due = False
@@ -353,22 +311,13 @@ class SequenceScheduler:
         """Ends steps that have not run; without an error, as cancelled."""
         self._statistics.pending -= len(steps)
         for step in steps:
-            try:
-                if error is None:
-                    step.call.fail_cancelled()
-                else:
-                    step.call.fail(error, "REJECTED")
-            except Exception as problem:
-                self._report(f"an error of model '{self._model_name}' could not be passed on", problem)
+            self._fail(step.call, error)
 
     def _end(self, step: Step, error: NaiadError, reason: FailureReason = "OTHER") -> None:
         """Ends a step that was taken, but not by an instance."""
         if step.sequence.running is step:
             self._slots.finish(step, time.monotonic_ns())
-        try:
-            step.call.fail(error, reason)
-        except Exception as problem:
-            self._report(f"an error of model '{self._model_name}' could not be passed on", problem)
+        self._fail(step.call, error, reason)
 
 
 def slots_for(config: ModelConfig, instances: int) -> Slots:

@@ -2,16 +2,15 @@
 
 import asyncio
 import struct
-from typing import Any
 
 import pytest
+from scheduling_fakes import TIMES, FakeInstance, Lease, Sink
 
 from naiad import datatypes
 from naiad.config.model_config import ModelConfig
 from naiad.config.parse import parse_text
 from naiad.datatypes import DataType
 from naiad.errors import Cancelled, Internal, InvalidArgument, NaiadError, Unavailable
-from naiad.instances.instance import ComputeTimes
 from naiad.messages import InferRequest, InferResponse, ModelStatistics, SequenceControl, Tensor
 from naiad.scheduling.controls import Controls, pack_correlation_id, zeros_like
 from naiad.scheduling.scheduler import Call
@@ -19,7 +18,6 @@ from naiad.scheduling.sequence import SequenceScheduler, slots_for
 from naiad.scheduling.slots import Direct, Oldest
 from naiad.scheduling.states import States, read_initial_states
 
-TIMES = ComputeTimes(1, 2, 3, 4)
 ALL_CONTROLS = """
     control_input { name: "S" control { kind: CONTROL_SEQUENCE_START fp32_false_true: [ 0.5, 2 ] } }
     control_input { name: "E" control { kind: CONTROL_SEQUENCE_END int32_false_true: [ -1, 7 ] } }
@@ -36,76 +34,6 @@ def config(sequence="", max_batch_size=4, idle_us=1_000_000):
             f"sequence_batching {{ max_sequence_idle_microseconds: {idle_us} {sequence} }}"
         )
     )
-
-
-class Lease:
-    def __init__(self, statistics):
-        self.statistics = statistics
-        self.released = 0
-
-    def release(self):
-        self.released += 1
-
-
-class Sink:
-    def __init__(self):
-        self.results = []
-
-    def send(self, result, final):
-        self.results.append(result)
-
-    @property
-    def only(self):
-        (result,) = self.results
-        return result
-
-
-class FakeInstance:
-    """Keeps its batch until a test answers it."""
-
-    def __init__(self, name="i"):
-        self.name = name
-        self.losses = 0
-        self.failure: str | None = None
-        self.on_change: Any = None
-        self.is_up = True
-        self.batch: Any = None
-        self.cancelled = []
-        self.executed = asyncio.Event()
-
-    @property
-    def is_available(self):
-        return self.is_up and self.batch is None
-
-    def execute(self, batch):
-        assert self.is_available
-        self.batch = batch
-        self.executed.set()
-
-    def cancel(self, batch, index):
-        self.cancelled.append(index)
-
-    def answer(self, *outputs, error=None):
-        """Answers all requests of the batch, with `outputs` in order or an error."""
-        batch, self.batch = self.batch, None
-        for index, request in enumerate(batch.requests):
-            given = outputs[index] if index < len(outputs) else ()
-            batch.deliver(index, error or InferResponse("m", 1, request.id, tuple(given)), True)
-        batch.complete(TIMES)
-        self.on_change()
-
-    def die(self):
-        batch, self.batch = self.batch, None
-        self.is_up = False
-        self.losses += 1
-        if batch is not None:
-            for index in range(len(batch.requests)):
-                batch.deliver(index, Unavailable("host died"), True)
-            batch.complete(None)
-
-    def revive(self):
-        self.is_up = True
-        self.on_change()
 
 
 class Lab:

@@ -1,0 +1,31 @@
+"""The dynamic scheduler over a fake instance: endings that no request of a server brings about on purpose."""
+
+import asyncio
+
+from scheduling_fakes import FakeInstance, Lease, Sink
+
+from naiad.errors import Cancelled
+from naiad.messages import InferRequest, ModelStatistics
+from naiad.scheduling.dynamic import DynamicScheduler
+from naiad.scheduling.queue import RequestQueue
+from naiad.scheduling.scheduler import Call
+
+
+async def test_the_last_client_leaves_while_the_scheduler_closes_and_no_instance_is_up() -> None:
+    instance, statistics = FakeInstance(), ModelStatistics("m", "1")
+    instance.is_up = False
+    reported: list[str] = []
+    scheduler = DynamicScheduler(
+        "m", RequestQueue(8), [instance], statistics, report=lambda text, error: reported.append(text)
+    )
+    sink, lease = Sink(), Lease(statistics)
+    call = Call(InferRequest("m", ()), 1, None, sink, lease, scheduler)
+    scheduler.submit(call)
+    closing = asyncio.create_task(scheduler.close())
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert not closing.done()
+    call.cancel()
+    await asyncio.wait_for(closing, 10)
+    assert isinstance(sink.only, Cancelled)
+    assert (lease.released, statistics.pending, scheduler.pending, reported) == (1, 0, 0, [])
