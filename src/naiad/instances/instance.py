@@ -44,7 +44,7 @@ class Execution(Protocol):
 
 class Instance(Protocol):
     """One loaded copy of a model version: at most one batch at a time, each batch answered exactly once, also
-    when its process dies. Thread, process and Ray actor are classes with this face."""
+    when its process dies. Thread and process are classes with this face."""
 
     name: str
     #: Called, on the loop, whenever `is_available` may have turned true or the instance was given up for good.

@@ -363,7 +363,10 @@ class TestLifecycle:
             await client.get("/v2/health/live")
 
     async def test_leaving_ends_at_the_deadline(self, engine: FakeEngine) -> None:
-        async with HttpFrontend(engine, address="127.0.0.1", port=0, grace_s=0.1) as front_end:
+        async with (
+            asyncio.timeout(10),  # nobody answers the request: without the deadline this would never end
+            HttpFrontend(engine, address="127.0.0.1", port=0, grace_s=0.1) as front_end,
+        ):
             client = Client(front_end.bound_port)
             answer = asyncio.create_task(client.post("/v2/models/held/infer", {"inputs": [ints("INPUT0", [1])]}))
             await engine.calls.get()
