@@ -18,21 +18,23 @@ from naiad.datatypes import BY_NAME, Buffer, DataType, pack_bytes
 from naiad.errors import InvalidArgument, NaiadError
 from naiad.messages import InferRequest, InferResponse, ParameterValue, SequenceControl, Tensor
 from naiad.protocol.outputs import OutputPlan, OutputSpec, classify
-from naiad.protocol.regions import OutputRegion, Regions, is_local_peer
+from naiad.protocol.regions import OutputRegion, Regions, RegionUse, is_local_peer
 
 #: A message of tritonclient's, which ships no type information.
 Message = Any
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """How to answer a request: the wishes for its outputs, and the regions held for them until it is answered.
+    """How to answer a request: the wishes for its outputs, and where those go that are to go to regions.
 
-    `empty_final` asks for a last response without outputs where a decoupled model ends without one.
+    `empty_final` asks for a last response without outputs where a decoupled model ends without one. `use` holds the
+    regions of inputs and outputs until it is answered; None where there are none.
     """
 
     plan: OutputPlan
     regions: dict[str, OutputRegion]
     empty_final: bool = False
+    use: RegionUse | None = None
 
 
 _PLAIN = Reply(OutputPlan(binary_default=True), {})
@@ -168,7 +170,10 @@ def decode(
                     f"unexpected 'content' provided when using shared memory for input tensor '{name}' for model "
                     f"'{config.name}'"
                 )
-            data = regions.input(*region, local=is_local_peer(peer))
+            if (use := reply.use) is None:
+                use = RegionUse(regions, is_local_peer(peer))
+                reply = msgspec.structs.replace(reply, use=use)
+            data = use.input(*region)
         elif tensor.HasField("contents"):
             if raw:
                 raise InvalidArgument(
@@ -280,7 +285,8 @@ def _tensor_parameter(name: str, parameters: Mapping[str, Message], key: str, ex
 
 def _reply(outputs: Sequence[Message], regions: Regions, peer: str, empty_final: bool) -> Reply:
     specs: dict[str, OutputSpec] = {}
-    held: dict[str, OutputRegion] = {}
+    written: dict[str, OutputRegion] = {}
+    use = None
     for output in outputs:
         name = output.name
         region = _region(name, output.parameters)
@@ -296,8 +302,10 @@ def _reply(outputs: Sequence[Message], regions: Regions, peer: str, empty_final:
             specs[name] = OutputSpec(name, True, max(count, 0))
         else:
             specs[name] = OutputSpec(name, True, 0, *region)
-            held[name] = regions.output(*region, local=is_local_peer(peer))
-    return Reply(OutputPlan(specs, True), held, empty_final)
+            if use is None:
+                use = RegionUse(regions, is_local_peer(peer))
+            written[name] = use.output(*region)
+    return Reply(OutputPlan(specs, True), written, empty_final, use)
 
 
 def _pack_block(contents: Any, datatype: DataType) -> bytes:

@@ -15,13 +15,16 @@ import os
 import socket
 import stat
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeVar
 
 from naiad.datatypes import Buffer
 from naiad.errors import AlreadyExists, Internal, InvalidArgument, NaiadError, NotFound, ResourceExhausted, Unsupported
+from naiad.messages import InferRequest, ResponseSink, Result
+
+_Call = TypeVar("_Call")
 
 RegionPolicy = Literal["true", "false", "local"]
 
@@ -194,9 +197,9 @@ class _CudaMemory:
 
 
 class _Region:
-    """A registered region: `key` and `offset` of a system one, `device_id` of a CUDA one."""
+    """A registered region: `key` and `offset` of a system one, `device_id` of a CUDA one; `uses` counts inferences."""
 
-    __slots__ = ("byte_size", "device_id", "key", "memory", "offset")
+    __slots__ = ("byte_size", "device_id", "key", "memory", "offset", "uses")
 
     def __init__(self, memory: Memory, byte_size: int, key: str = "", offset: int = 0, device_id: int = -1) -> None:
         self.memory = memory
@@ -204,6 +207,7 @@ class _Region:
         self.key = key
         self.offset = offset
         self.device_id = device_id
+        self.uses = 0
 
     @property
     def is_cuda(self) -> bool:
@@ -215,7 +219,7 @@ class Regions:
 
     `allow` says who may register and use regions: "true" everybody, "false" nobody, "local" clients on this machine;
     front ends pass `local` (see `is_local_peer`). `key_prefixes` limits the keys to those that begin with one of
-    them; empty is no limit. A region in use stays open until the requests that use it are done.
+    them; empty is no limit. Requests get at regions by `RegionUse`, and a region in use cannot be unregistered.
     """
 
     def __init__(
@@ -253,7 +257,10 @@ class Regions:
         self._regions[name] = _Region(memory, byte_size, device_id=device_id)
 
     def unregister_system(self, name: str = "") -> None:
-        """Forgets one system region, or all; a name that is not there, or is CUDA memory, is no error."""
+        """Forgets one system region, or all; a name that is not there, or is CUDA memory, is no error.
+
+        Raises Internal for a region in use; of all regions those that are not in use are forgotten all the same.
+        """
         self._forget(name, cuda=False)
 
     def unregister_cuda(self, name: str = "") -> None:
@@ -267,13 +274,18 @@ class Regions:
         """`(name, device_id, byte_size)` of one CUDA region, or of all in the order of their names."""
         return [(found, region.device_id, region.byte_size) for found, region in self._status(name, True)]
 
-    def input(self, name: str, offset: int, byte_size: int, local: bool = True) -> Buffer:
-        """A copy of part of a region."""
-        return self._part(name, offset, byte_size, local).memory.read(offset, byte_size)
-
-    def output(self, name: str, offset: int, byte_size: int, local: bool = True) -> OutputRegion:
-        """Part of a region for an output to be written to."""
-        return OutputRegion(self._part(name, offset, byte_size, local).memory, offset, byte_size)
+    def part(self, name: str, offset: int, byte_size: int, local: bool) -> _Region:
+        """The region, of which that part may be used. Raises NotFound, Unsupported, InvalidArgument."""
+        region = self._regions.get(name)
+        if region is None:
+            raise NotFound(f"Unable to find shared memory region: '{name}'")
+        self._permit(local)
+        if not 0 <= offset < region.byte_size:
+            raise InvalidArgument(f"Invalid offset for shared memory region: '{name}'")
+        # No bytes at offset 0 are refused by Triton, no bytes elsewhere are not.
+        if byte_size < 0 or offset + byte_size > region.byte_size or offset + byte_size == 0:
+            raise InvalidArgument(f"Invalid offset + byte size for shared memory region: '{name}'")
+        return region
 
     def _permit(self, local: bool) -> None:
         if self.allow == "false" or (self.allow == "local" and not local):
@@ -326,18 +338,6 @@ class Regions:
             )
         return memory
 
-    def _part(self, name: str, offset: int, byte_size: int, local: bool) -> _Region:
-        region = self._regions.get(name)
-        if region is None:
-            raise NotFound(f"Unable to find shared memory region: '{name}'")
-        self._permit(local)
-        if not 0 <= offset < region.byte_size:
-            raise InvalidArgument(f"Invalid offset for shared memory region: '{name}'")
-        # No bytes at offset 0 are refused by Triton, no bytes elsewhere are not.
-        if byte_size < 0 or offset + byte_size > region.byte_size or offset + byte_size == 0:
-            raise InvalidArgument(f"Invalid offset + byte size for shared memory region: '{name}'")
-        return region
-
     def _status(self, name: str, cuda: bool) -> list[tuple[str, _Region]]:
         if not name:
             return [item for item in sorted(self._regions.items(), key=_by_name) if item[1].is_cuda == cuda]
@@ -352,11 +352,82 @@ class Regions:
         return [(name, region)]
 
     def _forget(self, name: str, cuda: bool) -> None:
-        names = [name] if name else list(self._regions)
-        for found in names:
-            region = self._regions.get(found)
+        if name:
+            region = self._regions.get(name)
             if region is not None and region.is_cuda == cuda:
+                if region.uses:
+                    raise Internal(f"Cannot unregister shared memory region '{name}', it is currently in use.")
+                del self._regions[name]
+            return
+        kept = ""
+        for found, region in self._status("", cuda):
+            if region.uses:
+                kept += f"{found} ,"
+            else:
                 del self._regions[found]
+        if kept:
+            kind = "cuda" if cuda else "system"
+            raise Internal(f"Failed to unregister the following {kind} shared memory regions: {kept}")
+
+
+class RegionUse:
+    """The way of one request to the regions, which remembers those that it uses."""
+
+    __slots__ = ("_local", "_regions", "_used")
+
+    def __init__(self, regions: Regions, local: bool) -> None:
+        self._regions = regions
+        self._local = local
+        self._used: list[_Region] = []
+
+    def input(self, name: str, offset: int, byte_size: int) -> Buffer:
+        """A copy of part of a region. Raises what `Regions.part` does."""
+        region = self._regions.part(name, offset, byte_size, self._local)
+        self._used.append(region)
+        return region.memory.read(offset, byte_size)
+
+    def output(self, name: str, offset: int, byte_size: int) -> OutputRegion:
+        """Part of a region for an output to be written to. Raises what `Regions.part` does."""
+        region = self._regions.part(name, offset, byte_size, self._local)
+        self._used.append(region)
+        return OutputRegion(region.memory, offset, byte_size)
+
+    def during(
+        self, infer: Callable[[InferRequest, ResponseSink], _Call], request: InferRequest, sink: ResponseSink
+    ) -> _Call:
+        """Begins an inference; the regions cannot be unregistered until its last result has been sent."""
+        if not self._used:
+            return infer(request, sink)
+        holding = _HoldingSink(sink, self._used)
+        try:
+            return infer(request, holding)
+        except BaseException:
+            holding.release()
+            raise
+
+
+class _HoldingSink:
+    """Passes results on, and counts as a use of regions until the last one."""
+
+    __slots__ = ("_sink", "_used")
+
+    def __init__(self, sink: ResponseSink, used: list[_Region]) -> None:
+        self._sink = sink
+        self._used = used
+        for region in used:
+            region.uses += 1
+
+    def send(self, result: Result | None, final: bool) -> None:
+        try:
+            self._sink.send(result, final)
+        finally:
+            if final:
+                self.release()
+
+    def release(self) -> None:
+        for region in self._used:
+            region.uses -= 1
+        self._used = []
 
 
 def _by_name(item: tuple[str, _Region]) -> str:

@@ -3,7 +3,7 @@
 import ctypes
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,8 +17,9 @@ from naiad.errors import (
     ResourceExhausted,
     Unsupported,
 )
+from naiad.messages import InferRequest, ResponseSink, Result
 from naiad.protocol import regions as regions_module
-from naiad.protocol.regions import CudaRuntime, Regions, is_local_peer
+from naiad.protocol.regions import CudaRuntime, Regions, RegionUse, is_local_peer
 
 INVALID = "failed to register shared memory region 'r': invalid args"
 UNMAPPABLE = "failed to register shared memory region 'r': unable to process address spaceInvalid argument"
@@ -130,12 +131,12 @@ def test_no_file_stays_open_after_refusals_and_unregistering(regions: Regions) -
 
 def test_input_reads_relative_to_the_region(regions: Regions) -> None:
     regions.register_system("r", "/pages", 4096, 64)
-    assert bytes(regions.input("r", 4, 3)) == bytes((4, 5, 6))
+    assert bytes(RegionUse(regions, True).input("r", 4, 3)) == bytes((4, 5, 6))
 
 
 def test_output_writes_there_and_only_there(regions: Regions, shm: Path) -> None:
     regions.register_system("r", "/small", 0, 64)
-    output = regions.output("r", 8, 4)
+    output = RegionUse(regions, True).output("r", 8, 4)
     output.write("OUT", memoryview(b"abc"))
     assert (shm / "small").read_bytes()[7:12] == b"\x07abc\x0b"
     output.write("OUT", b"")
@@ -160,7 +161,8 @@ def test_output_writes_there_and_only_there(regions: Regions, shm: Path) -> None
 )
 def test_parts_outside_of_a_region_are_refused(regions: Regions, offset: int, byte_size: int, text: str) -> None:
     regions.register_system("r", "/small", 0, 64)
-    for part in (regions.input, regions.output):
+    use = RegionUse(regions, True)
+    for part in (use.input, use.output):
         with pytest.raises(InvalidArgument) as caught:
             part("r", offset, byte_size)
         assert caught.value.message == text
@@ -169,27 +171,99 @@ def test_parts_outside_of_a_region_are_refused(regions: Regions, offset: int, by
 def test_unknown_regions(regions: Regions) -> None:
     regions.unregister_system("ghost")
     with pytest.raises(NotFound, match=r"^Unable to find shared memory region: 'ghost'$"):
-        regions.input("ghost", 0, 1)
+        RegionUse(regions, True).input("ghost", 0, 1)
     with pytest.raises(NotFound, match=r"^Unable to find system shared memory region: 'ghost'$"):
         regions.status_system("ghost")
     with pytest.raises(NotFound, match=r"^Unable to find cuda shared memory region: 'ghost'$"):
         regions.status_cuda("ghost")
 
 
-def test_a_region_in_use_stays_open_until_it_is_released(regions: Regions, shm: Path) -> None:
+def test_a_region_that_is_forgotten_stays_open_for_what_writes_to_it(regions: Regions, shm: Path) -> None:
     regions.register_system("r", "/small", 0, 64)
-    output = regions.output("r", 0, 4)
+    output = RegionUse(regions, True).output("r", 0, 4)
     regions.unregister_system("r")
     output.write("OUT", b"late")
     assert (shm / "small").read_bytes()[:4] == b"late"
 
 
+class Sink:
+    """Keeps results, and what could not be unregistered when they came."""
+
+    def __init__(self, regions: Regions) -> None:
+        self.regions = regions
+        self.results: list[tuple[Result | None, bool]] = []
+
+    def send(self, result: Result | None, final: bool) -> None:
+        with pytest.raises(Internal):
+            self.regions.unregister_system("a")
+        self.results.append((result, final))
+
+
+def unregister_refusal(unregister: Callable[[str], None], name: str = "") -> str:
+    with pytest.raises(Internal) as caught:
+        unregister(name)
+    return caught.value.message
+
+
+REQUEST = InferRequest("m", ())
+
+
+def test_regions_in_use_are_not_unregistered_before_the_last_result(regions: Regions) -> None:
+    for name in ("unused", "b", "a"):
+        regions.register_system(name, "/small", 0, 64)
+    use = RegionUse(regions, True)
+    use.output("b", 0, 4)
+    for offset in (0, 4):
+        use.input("a", offset, 4)
+    sink = Sink(regions)
+    running = use.during(lambda request, sink: sink, REQUEST, sink)
+    assert unregister_refusal(regions.unregister_system, "a") == (
+        "Cannot unregister shared memory region 'a', it is currently in use."
+    )
+    regions.unregister_cuda()
+    assert unregister_refusal(regions.unregister_system) == (
+        "Failed to unregister the following system shared memory regions: a ,b ,"
+    )
+    assert [name for name, *_ in regions.status_system()] == ["a", "b"]
+    running.send(None, False)
+    running.send(None, True)
+    assert sink.results == [(None, False), (None, True)]
+    regions.unregister_system()
+    assert len(regions) == 0
+
+
+def test_regions_are_free_again_when_an_inference_is_refused_or_its_result_cannot_be_sent(regions: Regions) -> None:
+    regions.register_system("r", "/small", 0, 64)
+    use = RegionUse(regions, True)
+    use.input("r", 0, 4)
+
+    def refuse(request: InferRequest, sink: ResponseSink) -> None:
+        unregister_refusal(regions.unregister_system, "r")
+        raise InvalidArgument("refused")
+
+    class Broken:
+        def send(self, result: Result | None, final: bool) -> None:
+            raise OSError("gone")
+
+    with pytest.raises(InvalidArgument, match="refused"):
+        use.during(refuse, REQUEST, Broken())
+    with pytest.raises(OSError, match="gone"):
+        use.during(lambda request, sink: sink.send(None, True), REQUEST, Broken())
+    regions.unregister_system("r")
+    assert len(regions) == 0
+
+
+def test_a_request_that_uses_no_region_is_passed_on_as_it_is(regions: Regions) -> None:
+    sink = Sink(regions)
+    assert RegionUse(regions, True).during(lambda request, sink: sink, REQUEST, sink) is sink
+
+
 def test_an_object_that_shrinks_is_an_error_and_does_not_grow_again(regions: Regions, shm: Path) -> None:
     regions.register_system("r", "/small", 0, 64)
-    output = regions.output("r", 32, 8)
+    output = RegionUse(regions, True).output("r", 32, 8)
     os.truncate(shm / "small", 16)
     with pytest.raises(InvalidArgument, match="'/small' has become smaller"):
-        regions.input("r", 12, 8)
+        RegionUse(regions, True).input("r", 12, 8)
     with pytest.raises(InvalidArgument, match="'/small' has become smaller"):
         output.write("OUT", bytes(8))
     assert (shm / "small").stat().st_size == 16
@@ -210,8 +284,8 @@ def test_who_may_use_shared_memory(shm: Path, allow: str, local: bool, permitted
     regions = Regions(allow, directory=str(shm))  # type: ignore[arg-type]
     if permitted:
         regions.register_system("r", "/small", 0, 64, local=local)
-        regions.input("r", 0, 4, local=local)
-        regions.output("r", 0, 4, local=local)
+        RegionUse(regions, local).input("r", 0, 4)
+        RegionUse(regions, local).output("r", 0, 4)
         return
     text = "Client shared memory is disabled. Start the server with '--allow-client-shm=true' to enable."
     for register in (
@@ -227,9 +301,9 @@ def test_who_may_use_shared_memory(shm: Path, allow: str, local: bool, permitted
 def test_regions_of_local_clients_are_not_for_others(regions: Regions) -> None:
     regions.register_system("r", "/small", 0, 64)
     with pytest.raises(Unsupported):
-        regions.input("r", 0, 4, local=False)
+        RegionUse(regions, False).input("r", 0, 4)
     with pytest.raises(Unsupported):
-        regions.output("r", 0, 4, local=False)
+        RegionUse(regions, False).output("r", 0, 4)
 
 
 @pytest.mark.parametrize(
@@ -292,14 +366,30 @@ def test_cuda_regions_are_read_and_written_on_the_device(regions: Regions, cuda:
     regions.register_cuda("c", b"h" * 64, 0, 64)
     assert regions.status_cuda() == [("c", 0, 64)]
     assert regions.status_system() == []
-    output = regions.output("c", 4, 4)
+    output = RegionUse(regions, True).output("c", 4, 4)
     output.write("OUT", b"abcd")
-    assert bytes(regions.input("c", 3, 6)) == b"\0abcd\0"
+    assert bytes(RegionUse(regions, True).input("c", 3, 6)) == b"\0abcd\0"
     regions.unregister_cuda("c")
     output.write("OUT", b"efgh")
     assert bytes(cuda.memory[b"h" * 64][4:8]) == b"efgh"
     del output
     assert cuda.open_handles == {}
+
+
+def test_cuda_regions_in_use_are_not_unregistered(regions: Regions, cuda: FakeCuda) -> None:
+    regions.register_cuda("c", b"h" * 64, 0, 64)
+    use = RegionUse(regions, True)
+    use.input("c", 0, 4)
+    running = use.during(lambda request, sink: sink, REQUEST, Sink(regions))
+    assert unregister_refusal(regions.unregister_cuda, "c") == (
+        "Cannot unregister shared memory region 'c', it is currently in use."
+    )
+    assert unregister_refusal(regions.unregister_cuda) == (
+        "Failed to unregister the following cuda shared memory regions: c ,"
+    )
+    regions.unregister_system()
+    assert regions.status_cuda() == [("c", 0, 64)]
+    assert running is not None
 
 
 def test_the_two_kinds_share_one_namespace(regions: Regions, cuda: FakeCuda) -> None:

@@ -138,6 +138,8 @@ class Servicer:
         if start_ns:
             request = self._traces.follow(request, "GRPC", start_ns, partial(_header, metadata))
         sink.expect(model, reply)
+        if reply.use is not None:
+            return reply.use.during(self._engine.infer, request, sink)
         return self._engine.infer(request, sink)
 
     def model(self, message: Message) -> tuple[Model, int]:
@@ -163,6 +165,8 @@ class Servicer:
         if start_ns:
             request = self._traces.follow(request, "GRPC", start_ns, partial(_header, metadata))
         sink.expect(model, reply)
+        if reply.use is not None:
+            return reply.use.during(self._engine.infer, request, sink)
         return self._engine.infer(request, sink)
 
     def _forwarded(self, request: InferRequest, metadata: Metadata, pattern: re.Pattern[str]) -> InferRequest:

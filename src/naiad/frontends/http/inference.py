@@ -8,7 +8,7 @@ import asyncio
 import re
 import time
 from collections.abc import Coroutine, Mapping
-from typing import Any, Protocol
+from typing import Any, Never, Protocol
 
 from naiad.config.model_config import ModelConfig
 from naiad.errors import InvalidArgument, NaiadError, NotFound, Unsupported
@@ -20,7 +20,6 @@ from naiad.messages import InferRequest, InferResponse, ParameterValue, Response
 from naiad.options import forward_pattern
 from naiad.protocol.json_codec import (
     DEFAULT_MAX_INPUT_SIZE,
-    RegionInput,
     RegionOutput,
     decode_raw_request,
     decode_request,
@@ -28,9 +27,11 @@ from naiad.protocol.json_codec import (
     header_length,
 )
 from naiad.protocol.outputs import OutputPlan
-from naiad.protocol.regions import Regions, is_local_peer
+from naiad.protocol.regions import Regions, RegionUse, is_local_peer
 from naiad.telemetry.trace import TraceSettings, off
 
+#: A request, how to answer it, and its way to the regions where there are any.
+Decoded = tuple[InferRequest, OutputPlan, RegionUse | None]
 #: JSON texts from this many bytes on are read and written in a thread, so that the loop goes on.
 LARGE = 1 << 20
 UNKNOWN_ENCODING: Headers = [*PLAIN, ("accept-encoding", "gzip, deflate")]
@@ -174,8 +175,8 @@ class Inference:
             return self._infer_slowly(exchange, model, version)
         try:
             start_ns = time.monotonic_ns() if self.traces.active else 0
-            request, plan = self._decode(exchange, model, version, body, json_size)
-            self._submit(exchange, model, request, plan, start_ns)
+            decoded = self._decode(exchange, model, version, body, json_size)
+            self._submit(exchange, model, *decoded, start_ns)
         except NaiadError as error:
             reply_error(exchange, error, JSON)
         return None
@@ -185,12 +186,12 @@ class Inference:
         try:
             start_ns = time.monotonic_ns() if self.traces.active else 0
             # Regions are only looked up and read in the thread, which no change on the loop can tear.
-            request, plan = await asyncio.to_thread(self._decode, exchange, model, version, body, json_size)
-            self._submit(exchange, model, request, plan, start_ns)
+            decoded = await asyncio.to_thread(self._decode, exchange, model, version, body, json_size)
+            self._submit(exchange, model, *decoded, start_ns)
         except NaiadError as error:
             reply_error(exchange, error, JSON)
 
-    async def read(self, exchange: Exchange, model: ServedModel, version: int) -> tuple[InferRequest, OutputPlan]:
+    async def read(self, exchange: Exchange, model: ServedModel, version: int) -> Decoded:
         """The request of an exchange whose content-encoding is known, for handlers that answer in their own way."""
         body, json_size = await self._text(exchange)
         if json_size < LARGE:
@@ -207,53 +208,53 @@ class Inference:
 
     def _decode(
         self, exchange: Exchange, model: ServedModel, version: int, body: bytes | memoryview, json_size: int
-    ) -> tuple[InferRequest, OutputPlan]:
+    ) -> Decoded:
         forwarded = self._forwarding(exchange.headers)
+        limit = self._max_input_size
         if json_size == 0:
-            return decode_raw_request(body, model.config, version, forwarded, self._max_input_size)
-        region = self._region_input(exchange)
-        return decode_request(body, json_size, model.name, version, region, forwarded, self._max_input_size)
+            return *decode_raw_request(body, model.config, version, forwarded, limit), None
+        regions = self._regions
+        if not regions:
+            return *decode_request(body, json_size, model.name, version, _no_region, forwarded, limit), None
+        use = RegionUse(regions, is_local_peer(exchange.client))
+        return *decode_request(body, json_size, model.name, version, use.input, forwarded, limit), use
 
     def _submit(
-        self, exchange: Exchange, model: ServedModel, request: InferRequest, plan: OutputPlan, start_ns: int
+        self,
+        exchange: Exchange,
+        model: ServedModel,
+        request: InferRequest,
+        plan: OutputPlan,
+        use: RegionUse | None,
+        start_ns: int,
     ) -> None:
-        regions = self.output_regions(exchange, plan)
+        regions = output_regions(plan, use)
         accepted = exchange.headers.get("accept-encoding")
         encoding = None if accepted is None else choose(accepted)
         if start_ns:
             request = self.traces.follow(request, "HTTP", start_ns, exchange.headers.get)
-        call = self.engine.infer(request, _Reply(exchange, plan, model, regions, encoding, self._tasks))
+        reply = _Reply(exchange, plan, model, regions, encoding, self._tasks)
+        call = self.engine.infer(request, reply) if use is None else use.during(self.engine.infer, request, reply)
         if not exchange.is_answered:
             exchange.on_disconnect = call.cancel
 
-    def output_regions(self, exchange: Exchange, plan: OutputPlan) -> dict[str, RegionOutput]:
-        """What writes the outputs that are to go to shared memory, by output. Raises NotFound, InvalidArgument."""
-        regions = _NO_REGIONS
-        for spec in plan.outputs.values():
-            if spec.region is not None:
+
+def output_regions(plan: OutputPlan, use: RegionUse | None) -> dict[str, RegionOutput]:
+    """What writes the outputs that are to go to shared memory, by output. Raises NotFound, InvalidArgument."""
+    regions = _NO_REGIONS
+    for spec in plan.outputs.values():
+        if spec.region is not None:
+            if use is None:
+                _no_region(spec.region, spec.region_offset, spec.region_byte_size)
+            else:
                 if regions is _NO_REGIONS:
                     regions = {}
-                regions[spec.name] = self._region_output(
-                    exchange, spec.region, spec.region_offset, spec.region_byte_size
-                )
-        return regions
-
-    def _region_input(self, exchange: Exchange) -> RegionInput | None:
-        regions = self._regions
-        if regions is None or not len(regions):
-            return _no_region
-        local = is_local_peer(exchange.client)
-        return lambda name, offset, byte_size: regions.input(name, offset, byte_size, local)
-
-    def _region_output(self, exchange: Exchange, name: str, offset: int, byte_size: int) -> RegionOutput:
-        if self._regions is None:
-            _no_region(name, offset, byte_size)
-        assert self._regions is not None
-        return self._regions.output(name, offset, byte_size, is_local_peer(exchange.client)).write
+                regions[spec.name] = use.output(spec.region, spec.region_offset, spec.region_byte_size).write
+    return regions
 
 
 _NO_REGIONS: dict[str, RegionOutput] = {}
 
 
-def _no_region(name: str, offset: int, byte_size: int) -> bytes:
+def _no_region(name: str, offset: int, byte_size: int) -> Never:
     raise NotFound(f"Unable to find shared memory region: '{name}'")

@@ -14,7 +14,7 @@ import msgspec
 from naiad.errors import InvalidArgument, NaiadError, Unsupported
 from naiad.frontends.http.compression import ENCODINGS
 from naiad.frontends.http.connection import Exchange, Headers
-from naiad.frontends.http.inference import LARGE, UNKNOWN_ENCODING, Inference, ServedModel
+from naiad.frontends.http.inference import LARGE, UNKNOWN_ENCODING, Inference, ServedModel, output_regions
 from naiad.frontends.http.replies import EVENTS, JSON, LINES, reply_error
 from naiad.messages import InferResponse, Result
 from naiad.protocol.json_codec import encode_response
@@ -161,20 +161,21 @@ class Streaming:
             reply_error(exchange, Unsupported("Unsupported compression type"), UNKNOWN_ENCODING)
             return
         start_ns = time.monotonic_ns() if inference.traces.active else 0
-        request, plan = await inference.read(exchange, model, version)
+        request, plan, use = await inference.read(exchange, model, version)
         if exchange.headers.get("inference-header-content-length") == "0":
             # Bytes alone cannot say how they want to be answered.
             plan = ALL_JSON
         elif plan.binary_default or any(spec.binary for spec in plan.outputs.values()):
             raise InvalidArgument(_NO_BYTES)
-        regions = inference.output_regions(exchange, plan)
+        regions = output_regions(plan, use)
         batched = model.config.batching
         reply = _Reply(
             model, request.id, lambda response: encode_response(response, plan, model.labels, batched, regions)[1]
         )
         if start_ns:
             request = inference.traces.follow(request, "HTTP", start_ns, exchange.headers.get)
-        call = inference.engine.infer(request, reply)
+        infer = inference.engine.infer
+        call = infer(request, reply) if use is None else use.during(infer, request, reply)
         messages = reply.messages
         exchange.on_disconnect = call.cancel
         try:

@@ -504,6 +504,37 @@ async def test_shared_memory(connect: Connect, tmp_path: Path) -> None:
         await stub.CudaSharedMemoryUnregister(pb.CudaSharedMemoryUnregisterRequest(name="ghost"))
 
 
+@pytest.mark.parametrize("place", ["inputs", "outputs"])
+async def test_shared_memory_in_use_is_not_unregistered(connect: Connect, tmp_path: Path, place: str) -> None:
+    (tmp_path / "r").write_bytes(bytes(64))
+    part = {
+        "shared_memory_region": pb.InferParameter(string_param="r"),
+        "shared_memory_byte_size": pb.InferParameter(int64_param=8),
+    }
+    async with connect(regions=Regions(directory=str(tmp_path))) as connection:
+        stub = connection.stub
+        await stub.SystemSharedMemoryRegister(pb.SystemSharedMemoryRegisterRequest(name="r", key="/r", byte_size=64))
+        for model in ("held", "held_decoupled"):
+            request = ask(model, outputs=[pb.ModelInferRequest.InferRequestedOutputTensor(name="OUTPUT0")])
+            if place == "inputs":
+                del request.raw_input_contents[:]
+            for name, value in part.items():
+                getattr(request, place)[0].parameters[name].CopyFrom(value)
+            stream = stub.ModelStreamInfer(iter([request])) if model == "held_decoupled" else None
+            answer = asyncio.ensure_future(stub.ModelInfer(request) if stream is None else stream.read())
+            call = await connection.engine.calls.get()
+            for name, text in (
+                ("r", "Cannot unregister shared memory region 'r', it is currently in use."),
+                ("", "Failed to unregister the following system shared memory regions: r ,"),
+            ):
+                unregister = stub.SystemSharedMemoryUnregister(pb.SystemSharedMemoryUnregisterRequest(name=name))
+                assert await connection.refusal(unregister) == (StatusCode.INTERNAL, text)
+            call.echo()
+            await answer
+        await stub.SystemSharedMemoryUnregister(pb.SystemSharedMemoryUnregisterRequest(name="r"))
+        assert not (await stub.SystemSharedMemoryStatus(pb.SystemSharedMemoryStatusRequest())).regions
+
+
 async def test_trace_settings(connect: Connect) -> None:
     trace = FakeSettings(trace_level=["OFF"], trace_rate="5")
     async with connect(trace_settings=trace) as connection:

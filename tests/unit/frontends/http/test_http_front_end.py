@@ -582,6 +582,35 @@ class TestManagement:
             "Unable to find shared memory region: 'r'",
         )
 
+    @pytest.mark.parametrize("path", ["infer", "infer_stream"])
+    @pytest.mark.parametrize("place", ["inputs", "outputs"])
+    async def test_regions_in_use_are_not_unregistered(
+        self, client: Client, engine: FakeEngine, memory: Path, path: str, place: str
+    ) -> None:
+        part = {"parameters": {"shared_memory_region": "r", "shared_memory_byte_size": 16}}
+        document: dict[str, Any] = {"inputs": [ints("INPUT0", [1, 2, 3, 4])], "outputs": [{"name": "OUTPUT0"}]}
+        if place == "inputs":
+            del document["inputs"][0]["data"]
+        document[place][0] |= part
+        region = {"key": f"/{memory.name}", "offset": 0, "byte_size": 64}
+        await client.post("/v2/systemsharedmemory/region/r/register", region)
+        answer = asyncio.create_task(client.post(f"/v2/models/held/{path}", document))
+        call = await engine.calls.get()
+        assert (await client.post("/v2/systemsharedmemory/region/r/unregister")).error == (
+            500,
+            "application/json",
+            "Cannot unregister shared memory region 'r', it is currently in use.",
+        )
+        assert (await client.post("/v2/systemsharedmemory/unregister")).error == (
+            500,
+            "application/json",
+            "Failed to unregister the following system shared memory regions: r ,",
+        )
+        call.send({"OUTPUT0": np.array([5, 6, 7, 8], np.int32)}, True)
+        assert (await answer).status == 200
+        assert (await client.post("/v2/systemsharedmemory/region/r/unregister")).status == 200
+        assert (await client.get("/v2/systemsharedmemory/status")).json == []
+
     @pytest.mark.parametrize(
         ("path", "body", "status", "error"),
         [
