@@ -179,10 +179,21 @@ async def test_long_error_texts_are_cut_before_the_client_refuses_them(connect: 
         assert (code, len(text)) == (StatusCode.INTERNAL, 6003)
 
 
-async def test_compressed_requests(connect: Connect) -> None:
+@pytest.mark.parametrize("compression", [grpc.Compression.Gzip, grpc.Compression.Deflate])
+async def test_compressed_requests(connect: Connect, compression: grpc.Compression) -> None:
+    request = ask(data=bytes(4000))
     async with connect() as connection:
-        answer = await connection.stub.ModelInfer(ask(data=bytes(4000)), compression=grpc.Compression.Gzip)
-        assert answer.raw_output_contents[0] == bytes(4000)
+        stream = connection.stub.ModelStreamInfer(once(request), compression=compression)
+        assert (await stream.read()).infer_response.raw_output_contents[0] == bytes(4000)
+        call = connection.stub.ModelInfer(request, compression=compression)
+        if connection.frontend.implementation == "native" and compression == grpc.Compression.Deflate:
+            code, text = await connection.refusal(call)
+            assert (code, text) == (
+                StatusCode.UNIMPLEMENTED,
+                "Content is compressed with `deflate` which isn't supported",
+            )
+        else:
+            assert (await call).raw_output_contents[0] == bytes(4000)
 
 
 async def test_forwarded_metadata_become_parameters(connect: Connect) -> None:
