@@ -5,6 +5,7 @@ decision at the end of the turn. The decision itself is `RequestQueue.take`; thi
 instances and the statistics of a batch.
 """
 
+import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -74,6 +75,17 @@ class DynamicScheduler(TurnScheduler):
         self._order = _Order() if preserve_ordering else None
         #: Nothing runs before so many calls wait; 0 from then on.
         self._hold = delay_from("TRITONSERVER_DELAY_SCHEDULER")
+
+    def add(self, instance: Instance) -> None:
+        instance.on_change = self._ask
+        self._instances.append(instance)
+        self._ask()
+
+    def retire(self, instance: Instance) -> asyncio.Event:
+        self._instances.remove(instance)
+        gone = asyncio.Event()
+        gone.set()
+        return gone
 
     @property
     def pending(self) -> int:

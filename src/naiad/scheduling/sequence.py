@@ -7,6 +7,7 @@ Iterative sequences: a request is a sequence of its own, and the model may give 
 once more, together with whatever else waits by then.
 """
 
+import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -82,7 +83,8 @@ class SequenceScheduler(TurnScheduler):
         batching = config.sequence_batching
         assert batching is not None, "this is a bug: a sequence scheduler for a model without sequences"
         super().__init__(config.name, instances, statistics, report)
-        self._instances = tuple(instances)
+        self._instances = dict(enumerate(instances))
+        self._instance_count = len(instances)
         self._warn = warn
         self._is_iterative = batching.iterative
         self._iterations = 0
@@ -90,8 +92,10 @@ class SequenceScheduler(TurnScheduler):
         self._states = States(config, initial_states)
         self._slots = slots_for(config, len(self._instances))
         self._idle_ns = batching.max_sequence_idle_us * 1000
-        self._losses = [instance.losses for instance in self._instances]
-        self._is_down = [False] * len(self._instances)
+        self._losses = {number: instance.losses for number, instance in self._instances.items()}
+        self._down: set[int] = set()
+        #: Instances whose sequences are the last they get.
+        self._retired: dict[int, asyncio.Event] = {}
         #: Sequences that a lost instance took along: until when that is remembered (ns), and what to tell of it.
         self._lost: dict[int | str, tuple[int, str]] = {}
         self._hold = delay_from("TRITONSERVER_DELAY_SCHEDULER")
@@ -100,6 +104,32 @@ class SequenceScheduler(TurnScheduler):
     @property
     def pending(self) -> int:
         return len(self._slots)
+
+    # ---- instances --------------------------------------------------------------------------------------
+
+    def add(self, instance: Instance) -> None:
+        number = self._instance_count
+        self._instance_count += 1
+        instance.on_change = self._ask
+        self._instances[number] = instance
+        self._losses[number] = instance.losses
+        self._slots.add(number, time.monotonic_ns())
+        self._ask()
+
+    def retire(self, instance: Instance) -> asyncio.Event:
+        """The sequences it has go on there, until they end or have rested too long."""
+        number = next(number for number, other in self._instances.items() if other is instance)
+        gone = self._retired[number] = asyncio.Event()
+        self._slots.retire(number)
+        self._forget_gone()
+        return gone
+
+    def _forget_gone(self) -> None:
+        for number in [number for number in self._retired if number not in self._slots]:
+            del self._instances[number]
+            del self._losses[number]
+            self._down.discard(number)
+            self._retired.pop(number).set()
 
     # ---- calls ------------------------------------------------------------------------------------------
 
@@ -186,9 +216,11 @@ class SequenceScheduler(TurnScheduler):
         self._notice_losses(now_ns)
         self._refuse(slots.expired(now_ns), Unavailable("timeout of the corresponding sequence has been expired"))
         slots.idle(now_ns)
+        if self._retired:
+            self._forget_gone()
         wake_ns = slots.next_wake_ns
         if len(slots) and not self._is_held():
-            for number, instance in enumerate(self._instances):
+            for number, instance in self._instances.items():
                 # A model that cannot run at all leaves its instance idle.
                 while instance.is_available:
                     decision = slots.take(number, now_ns)
@@ -275,13 +307,13 @@ class SequenceScheduler(TurnScheduler):
     # ---- losses -----------------------------------------------------------------------------------------
 
     def _notice_losses(self, now_ns: int) -> None:
-        for number, instance in enumerate(self._instances):
+        for number, instance in self._instances.items():
             if instance.losses != self._losses[number]:
                 self._losses[number] = instance.losses
-                self._is_down[number] = True
+                self._down.add(number)
                 self._lose(number, instance, now_ns)
-            if self._is_down[number] and instance.is_available:
-                self._is_down[number] = False
+            if number in self._down and instance.is_available and number in self._slots:
+                self._down.remove(number)
                 self._slots.restore(number, now_ns)
 
     def _lose(self, number: int, instance: Instance, now_ns: int) -> None:
@@ -300,7 +332,7 @@ class SequenceScheduler(TurnScheduler):
         )
 
     def _give_up_if_dead(self) -> None:
-        failures = [instance.failure for instance in self._instances]
+        failures = [instance.failure for instance in self._instances.values()]
         if len(self._slots) and all(failures):
             error = Unavailable(f"model '{self._model_name}' is not available: {failures[0]}")
             self._refuse(self._slots.drain(), error)

@@ -11,6 +11,8 @@ How a round, the next batch of an instance, is formed:
               enough.
     oldest    the requests at hand, the oldest first, as the dynamic batcher would take them.
 
+An instance that is retired gets no sequences any more and is gone when those it has have ended.
+
 When a sequence ends: with the request that carries END, once that is answered; when it has rested for `idle_ns`; when
 one of its requests is cancelled, which takes those waiting behind along; when its instance is lost with all it knew.
 Sequences of the backlog that have no instance yet survive that. Every step put in comes out exactly once: in a round
@@ -150,17 +152,18 @@ class Slots:
         self._model_name = model_name
         self._width = width
         self._direct = strategy if isinstance(strategy, Direct) else None
+        self._oldest = strategy if isinstance(strategy, Oldest) else None
+        self._max_batch_size = max_batch_size
         self._idle_ns = idle_ns
-        self._slots: list[list[Sequence | None]] = [[None] * width for _ in range(instances)]
-        self._up = [True] * instances
+        self._slots: dict[int, list[Sequence | None]] = {}
+        #: Those that run something now.
+        self._up: set[int] = set()
+        #: Those that get no sequences any more.
+        self._retired: set[int] = set()
         #: (slot, instance) without a sequence: the lowest slots of all instances first.
-        self._free = [(slot, instance) for slot in range(width) for instance in range(instances)]
-        self._queues: list[RequestQueue] = []
-        if isinstance(strategy, Oldest):
-            self._queues = [
-                RequestQueue(max_batch_size, preferred=strategy.preferred, max_delay_ns=strategy.max_delay_ns)
-                for _ in range(instances)
-            ]
+        self._free: list[tuple[int, int]] = []
+        #: For "oldest".
+        self._queues: dict[int, RequestQueue] = {}
         #: Those that take more requests, by correlation id.
         self._open: dict[Key, Sequence] = {}
         self._backlog: deque[Sequence] = deque()
@@ -170,14 +173,20 @@ class Slots:
         #: Steps waiting: of sequences with a slot, and in the backlog.
         self.waiting_in_slots = 0
         self.waiting_in_backlog = 0
+        for instance in range(instances):
+            self.add(instance, 0)
 
     def __repr__(self) -> str:
-        used = sum(sequence is not None for slots in self._slots for sequence in slots)
+        used = sum(sequence is not None for slots in self._slots.values() for sequence in slots)
         return f"<Slots {self._model_name} used={used} backlog={len(self._backlog)}>"
 
     def __len__(self) -> int:
         """Steps that wait."""
         return self.waiting_in_slots + self.waiting_in_backlog
+
+    def __contains__(self, instance: int) -> bool:
+        """Whether the instance is there: not retired, or with sequences that go on."""
+        return instance in self._slots
 
     @property
     def next_wake_ns(self) -> int | None:
@@ -190,7 +199,7 @@ class Slots:
 
     def sequences(self) -> Iterator[Sequence]:
         """All that have begun and not gone."""
-        for slots in self._slots:
+        for slots in self._slots.values():
             yield from (sequence for sequence in slots if sequence is not None)
         yield from self._backlog
 
@@ -232,7 +241,7 @@ class Slots:
 
     def take(self, instance: int, now_ns: int) -> Round | WaitUntil | None:
         """What the idle instance should do; None: nothing."""
-        if not self._up[instance]:
+        if instance not in self._up:
             return None
         if self._direct is not None:
             return self._take_direct(self._direct, self._slots[instance], now_ns)
@@ -349,6 +358,32 @@ class Slots:
 
     # ---- instances --------------------------------------------------------------------------------------
 
+    def add(self, instance: int, now_ns: int) -> None:
+        """A new instance, under a number that none had before."""
+        self._slots[instance] = [None] * self._width
+        if self._oldest is not None:
+            self._queues[instance] = RequestQueue(
+                self._max_batch_size, preferred=self._oldest.preferred, max_delay_ns=self._oldest.max_delay_ns
+            )
+        self.restore(instance, now_ns)
+
+    def retire(self, instance: int) -> None:
+        """The instance gets no sequences any more, and is gone once it has none."""
+        self._retired.add(instance)
+        self._block(instance)
+        self._remove_if_done(instance)
+
+    def _block(self, instance: int) -> None:
+        self._free = [place for place in self._free if place[1] != instance]
+        heapq.heapify(self._free)
+
+    def _remove_if_done(self, instance: int) -> None:
+        if instance in self._retired and not any(self._slots[instance]):
+            self._retired.remove(instance)
+            self._up.discard(instance)
+            self._queues.pop(instance, None)
+            del self._slots[instance]
+
     def lose(self, instance: int, now_ns: int) -> tuple[list[Sequence], list[Step]]:
         """An instance is gone with all it knew: (the sequences that end with it, the steps that waited in them).
 
@@ -357,9 +392,8 @@ class Slots:
         ended: list[Sequence] = []
         steps: list[Step] = []
         fresh: list[Sequence] = []
-        self._up[instance] = False
-        self._free = [place for place in self._free if place[1] != instance]
-        heapq.heapify(self._free)
+        self._up.discard(instance)
+        self._block(instance)
         for slot, sequence in enumerate(self._slots[instance]):
             if sequence is None:
                 continue
@@ -377,13 +411,14 @@ class Slots:
                 fresh.append(sequence)
         fresh.sort(key=lambda sequence: sequence.waiting[0].queued_ns)
         self._backlog.extendleft(reversed(fresh))
+        self._remove_if_done(instance)
         self._fill(now_ns)
         return ended, steps
 
     def restore(self, instance: int, now_ns: int) -> None:
         """A lost instance serves again."""
-        if not self._up[instance]:
-            self._up[instance] = True
+        if instance not in self._up:
+            self._up.add(instance)
             for slot in range(self._width):
                 heapq.heappush(self._free, (slot, instance))
             self._fill(now_ns)
@@ -445,9 +480,13 @@ class Slots:
             self._resting[sequence] = now_ns + self._idle_ns
         else:
             self._resting.pop(sequence, None)
-            self._slots[sequence.instance][sequence.slot] = None
-            heapq.heappush(self._free, (sequence.slot, sequence.instance))
+            instance, slot = sequence.instance, sequence.slot
+            self._slots[instance][slot] = None
             sequence.instance = sequence.slot = -1
+            if instance in self._retired:
+                self._remove_if_done(instance)
+                return
+            heapq.heappush(self._free, (slot, instance))
             if refill:
                 self._fill(now_ns)
 

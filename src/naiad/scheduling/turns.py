@@ -41,6 +41,15 @@ class TurnScheduler(ABC):
         for instance in instances:
             instance.on_change = self._ask
 
+    @abstractmethod
+    def add(self, instance: Instance) -> None:
+        """Uses one more instance from now on."""
+
+    @abstractmethod
+    def retire(self, instance: Instance) -> asyncio.Event:
+        """Begins nothing new on an instance, of which there is another one; the event comes when it gets no more
+        batches. What executes there by then goes on."""
+
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._model_name} pending={self.pending} running={self._running}>"
 

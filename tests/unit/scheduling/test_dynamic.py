@@ -29,3 +29,27 @@ async def test_the_last_client_leaves_while_the_scheduler_closes_and_no_instance
     await asyncio.wait_for(closing, 10)
     assert isinstance(sink.only, Cancelled)
     assert (lease.released, statistics.pending, scheduler.pending, reported) == (1, 0, 0, [])
+
+
+async def test_an_instance_that_is_retired_ends_its_batch_and_one_that_is_added_takes_the_next() -> None:
+    old, new, statistics = FakeInstance("old"), FakeInstance("new"), ModelStatistics("m", "1")
+    scheduler = DynamicScheduler("m", RequestQueue(0), [old], statistics, report=lambda text, error: None)
+
+    def send() -> Call:
+        call = Call(InferRequest("m", ()), 1, None, Sink(), Lease(statistics), scheduler)
+        scheduler.submit(call)
+        return call
+
+    calls = [send(), send(), send()]
+    await asyncio.wait_for(old.executed.wait(), 10)
+    scheduler.add(new)
+    assert scheduler.retire(old).is_set()
+    await asyncio.wait_for(new.executed.wait(), 10)
+    old.answer()
+    new.answer()
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert old.batch is None
+    new.answer()
+    assert all(call.ended for call in calls)
+    await asyncio.wait_for(scheduler.close(), 10)

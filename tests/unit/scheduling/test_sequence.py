@@ -535,3 +535,53 @@ def test_an_initial_state_that_is_too_short_or_not_there(tmp_path, data, message
         (tmp_path / "initial_state" / "f").write_bytes(data)
     with pytest.raises(NaiadError, match=message):
         read_initial_states(tmp_path, config(FROM_FILE % ("INT8", "INT8")))
+
+
+# -- instances that come and go ------------------------------------------------------------------------------------
+
+
+async def test_a_retired_instance_keeps_its_sequences_and_gets_no_other():
+    lab = Lab(config(), instances=1)
+    old, new = lab.instance, FakeInstance("new")
+    await lab.send(1, "s")
+    lab.scheduler.add(new)
+    gone = lab.scheduler.retire(old)
+    old.answer()
+    await lab.send(2, "s")
+    assert old.batch is None
+    assert len(new.batch.requests) == 1
+    await lab.send(1, "e")
+    assert not gone.is_set()
+    old.answer()
+    await lab.settle()
+    assert gone.is_set()
+    new.answer()
+    await lab.scheduler.close()
+
+
+async def test_a_retired_instance_that_is_lost_is_gone():
+    lab = Lab(config(), instances=2)
+    await lab.send(1, "s")
+    gone = lab.scheduler.retire(lab.instances[0])
+    lab.instances[0].die()
+    await lab.settle()
+    assert gone.is_set()
+    with pytest.raises(Unavailable, match="has ended early"):
+        await lab.send(1, "e")
+    lab.instances[0].revive()
+    await lab.send(1, "s")
+    assert lab.instances[0].batch is None
+    assert lab.instances[1].batch is not None
+
+
+async def test_an_instance_without_sequences_is_gone_at_once_and_the_backlog_goes_to_new_ones():
+    lab = Lab(config(max_batch_size=1), instances=2)
+    assert lab.scheduler.retire(lab.instances[1]).is_set()
+    await lab.send(1, "s")
+    waiting = await lab.send(2, "se")
+    new = FakeInstance("new")
+    lab.scheduler.add(new)
+    await lab.settle()
+    assert lab.instances[1].batch is None
+    new.answer()
+    assert waiting.ended

@@ -327,6 +327,54 @@ def test_drain_takes_out_everything(strategy):
     assert list(slots.sequences()) == []
 
 
+@BOTH
+def test_a_retired_instance_keeps_its_sequences_to_their_end(strategy):
+    slots = slots_of(strategy, width=1)
+    first = give(slots, 1, start=True)
+    assert taken(slots) == [first]
+    slots.add(1, 0)
+    slots.retire(0)
+    assert 0 in slots
+    slots.finish(first, 1)
+    other = give(slots, 2, start=True, end=True)
+    assert taken(slots, 0) is None
+    assert taken(slots, 1) == [other]
+    last = give(slots, 1, end=True)
+    assert taken(slots, 0) == [last]
+    slots.finish(last, 2)
+    assert 0 not in slots
+    assert taken(slots, 0) is None
+
+
+@pytest.mark.parametrize("end", ["idle", "cancel", "lose", "drain"])
+def test_a_retired_instance_goes_however_its_last_sequence_ends(end):
+    slots = slots_of(instances=2, width=1)
+    first = give(slots, 1, start=True)
+    slots.retire(0)
+    assert 0 in slots
+    if end == "idle":
+        taken(slots)
+        slots.finish(first, 0)
+        slots.idle(IDLE)
+    elif end == "cancel":
+        slots.cancel(first, 0)
+    elif end == "lose":
+        slots.lose(0, 0)
+    else:
+        slots.drain()
+    assert 0 not in slots
+
+
+def test_an_instance_without_sequences_is_gone_when_it_is_retired():
+    slots = slots_of(instances=2, width=1)
+    slots.lose(0, 0)
+    slots.retire(0)
+    slots.retire(1)
+    slots.add(2, 0)
+    assert [number in slots for number in range(3)] == [False, False, True]
+    assert give(slots, 1, start=True).sequence.instance == 2
+
+
 class History(RuleBasedStateMachine):
     """Any events in any order. Every step comes out once; a sequence keeps its place and its order."""
 
@@ -336,13 +384,15 @@ class History(RuleBasedStateMachine):
     def begin(self, oldest, instances, width, delay):
         strategy = Oldest((2,), delay) if oldest else Direct(0.6, delay)
         self.slots = slots_of(strategy, instances, width, idle_ns=100)
-        self.instances, self.width = instances, width
+        self.made, self.width = instances, width
         self.now = 0
         self.running = []
         self.all = []
         self.out = []
         self.ran_at = {}
-        self.up = [True] * instances
+        self.up = dict.fromkeys(range(instances), True)
+        #: The sequences of an instance when it was retired.
+        self.retired = {}
 
     def left(self, steps):
         self.out += steps
@@ -356,7 +406,7 @@ class History(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def take(self, data):
-        instance = data.draw(st.integers(0, self.instances - 1))
+        instance = data.draw(st.integers(0, self.made - 1))
         decision = self.slots.take(instance, self.now)
         if isinstance(decision, WaitUntil):
             assert decision.time_ns > self.now
@@ -404,13 +454,28 @@ class History(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def lose_or_restore(self, data):
-        instance = data.draw(st.integers(0, self.instances - 1))
+        instance = data.draw(st.sampled_from(sorted(self.up)))
         if self.up[instance]:
             _, steps = self.slots.lose(instance, self.now)
             self.left(steps)
         else:
             self.slots.restore(instance, self.now)
         self.up[instance] = not self.up[instance]
+
+    @precondition(lambda self: self.made < 8)
+    @rule()
+    def add(self):
+        self.slots.add(self.made, self.now)
+        self.up[self.made] = True
+        self.made += 1
+
+    @precondition(lambda self: len(self.up) > 1)
+    @rule(data=st.data())
+    def retire(self, data):
+        instance = data.draw(st.sampled_from(sorted(self.up)))
+        del self.up[instance]
+        self.retired[instance] = {s for s in self.slots.sequences() if s.instance == instance}
+        self.slots.retire(instance)
 
     @invariant()
     def every_step_is_somewhere_once(self):
@@ -422,20 +487,26 @@ class History(RuleBasedStateMachine):
         assert len(everywhere) == len(set(everywhere)) == len(self.all)
         assert len(waiting) == len(self.slots)
         places = [(s.instance, s.slot) for s in sequences if s.instance >= 0]
-        assert len(places) == len(set(places)) <= self.instances * self.width
+        assert len(places) == len(set(places))
+        assert all(0 <= slot < self.width for _, slot in places)
+        # A retired instance is there as long as it has sequences; all others always are.
+        assert {number for number in range(self.made) if number in self.slots} == set(self.up) | {
+            instance for instance, _ in places
+        }
         assert len(sequences) == len(set(sequences))
         for sequence in sequences:
             own = [s for s in self.all if s in set(sequence.waiting)]
             assert list(sequence.waiting) == own
+        assert all(s in self.retired[s.instance] for s in sequences if s.instance in self.retired)
         # Nobody waits in the backlog beside a free slot.
         if any(s.instance < 0 for s in sequences):
-            assert len(places) == sum(self.up) * self.width
+            assert len([place for place in places if place[0] in self.up]) == sum(self.up.values()) * self.width
 
     def teardown(self):
         """Left alone, with all instances up, everything runs."""
         if not hasattr(self, "all"):
             return
-        for instance in range(self.instances):
+        for instance in self.up:
             self.slots.restore(instance, self.now)
         for _ in range(10 * len(self.all) + 10):
             for done in self.running:
@@ -445,11 +516,12 @@ class History(RuleBasedStateMachine):
             self.now += 200
             self.slots.idle(self.now)
             self.out += self.slots.expired(self.now)
-            for instance in range(self.instances):
+            for instance in range(self.made):
                 decision = self.slots.take(instance, self.now)
                 if isinstance(decision, Round):
                     self.running += [s for s in decision.steps if s is not None]
         assert sorted(map(id, self.out)) == sorted(map(id, self.all))
+        assert not any(instance in self.slots for instance in self.retired)
 
 
 TestHistory = History.TestCase
