@@ -47,9 +47,13 @@ def _parse_slowly(text: bytes) -> Any:
         rapidjson.loads(_with_ascii_only(text), number_mode=_NUMBERS)
     except rapidjson.JSONDecodeError as error:
         raise _malformed(error) from None
+    return _read_any_bytes(text, _LENIENT)
+
+
+def _read_any_bytes(text: bytes, decoder: json.JSONDecoder) -> Any:
     try:
         # Like RapidJSON's, the text ends at a zero byte outside of strings.
-        value, _ = _LENIENT.raw_decode(text.decode("utf-8", "surrogateescape").lstrip(" \t\r\n"))
+        value, _ = decoder.raw_decode(text.decode("utf-8", "surrogateescape").lstrip(" \t\r\n"))
     except RecursionError:
         raise too_deep() from None
     except ValueError as error:
@@ -166,7 +170,10 @@ def members(value: Any, lead: str = "") -> Mapping[str, Any]:
 
 
 def members_as_given(text: bytes, document: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """The members of `document`, in order, and also those of its text that have the name of another one."""
+    """The members of `document`, in order, and also those of its text that have the name of another one.
+
+    Raises Internal, or InvalidArgument for what is nested too deeply, where only `parse` could read the text.
+    """
     if all(text.count(f'"{key}"'.encode("utf-8", "surrogateescape")) < 2 for key in document):
         return list(document.items())
     outermost: list[tuple[str, Any]] = []
@@ -175,7 +182,7 @@ def members_as_given(text: bytes, document: Mapping[str, Any]) -> list[tuple[str
         outermost[:] = pairs  # the outermost object is the last to be complete
         return dict(reversed(pairs))
 
-    json.loads(text.decode("utf-8", "surrogateescape"), parse_int=_integer, object_pairs_hook=note)
+    _read_any_bytes(text, json.JSONDecoder(parse_int=_integer, object_pairs_hook=note))
     return outermost
 
 

@@ -27,6 +27,11 @@ TWICE = "[request id: <id_unknown>] input 'A' already exists in request"
         (b'{"id": "7", "A": 1, "A": 2}', "[request id: 7] input 'A' already exists in request"),
         (b'{"A": 1, "parameters": {"A": 2}}', f"Converting keyword: 'parameters': {TWICE}"),
         (b'{"parameters": {"A": 2}, "A": 1}', TWICE),
+        (b'{"A": 1, "x": 2, "A": 2}\0\0', TWICE),
+        (
+            b'{"A": 1, "A": ' + b"[" * 1020 + b"]" * 1020 + b"}",
+            "JSON nesting depth exceeds maximum allowed limit (100)",
+        ),
         (b'{"B": true, "B": {"c": 1}}', "Unable to parse 'data': attempt to access JSON non-boolean as boolean"),
         (
             b'{"parameters": {"n": {"a": 1}}}',

@@ -336,7 +336,11 @@ class Connection(asyncio.BufferedProtocol):
     def _receive(self, data: bytes) -> None:
         state = self._state
         if state is _State.HEAD:
-            self._receive_head(self._head + data if self._head else data)
+            if self._rest:
+                # The turn in which that is taken up is about to come.
+                self._rest += data
+            else:
+                self._receive_head(self._head + data if self._head else data)
         elif state is _State.HANDLING:
             # A pipelined request: it waits for its turn, and its sender for us once it has sent much.
             self._rest += data

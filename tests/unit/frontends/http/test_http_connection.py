@@ -8,7 +8,7 @@ import pytest
 from http_raw_client import Answer, read_answer, request_bytes
 
 from naiad.frontends.http import connection as module
-from naiad.frontends.http.connection import ConnectionClosed, Exchange
+from naiad.frontends.http.connection import Connection, ConnectionClosed, Connections, Exchange
 from naiad.frontends.http.listener import Listener
 
 TEXT = [("content-type", "text/plain")]
@@ -132,6 +132,32 @@ async def test_pipelined_requests_are_answered_in_order() -> None:
         assert len(echo.bodies) == 1, "the next one waits"
         echo.held[0].response_bytes(200, TEXT, b"1")
         assert [(await read_answer(reader)).body for _ in range(3)] == [b"1", b"POST /2 2", b"POST /3 2"]
+
+
+class Written:
+    """A transport in memory."""
+
+    def __init__(self) -> None:
+        self.data = b""
+
+    def write(self, data: bytes) -> None:
+        self.data += data
+
+
+def receive(connection: Connection, data: bytes) -> None:
+    connection.get_buffer(-1)[: len(data)] = data
+    connection.buffer_updated(len(data))
+
+
+async def test_what_comes_right_after_an_answer_goes_behind_what_came_before_it() -> None:
+    echo, written = Echo(), Written()
+    connection = Connection(echo, Connections())
+    connection.connection_made(written)
+    receive(connection, b"GET /later HTTP/1.1\r\n\r\nGET /sec")
+    echo.held[0].response_bytes(200, TEXT, b"first")
+    receive(connection, b"ond HTTP/1.1\r\n\r\n")
+    await asyncio.sleep(0)
+    assert written.data.endswith(b"\r\nGET /second 0"), written.data
 
 
 async def test_chunked_bodies() -> None:
