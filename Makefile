@@ -3,6 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 BIN := $(VENV)/bin
 SOAK_MINUTES ?= 10
+FUZZ_MINUTES ?= 10
 INSTALLED := $(VENV)/.installed
 # TensorFlow, PyTorch and OpenVINO, some GB of them, in an environment of their own.
 FRAMEWORKS := $(VENV)-frameworks
@@ -12,7 +13,7 @@ FRAMEWORK_TESTS := tests/backends tests/unit/backends tests/unit/convert tests/c
 # The demo alone needs less, and takes the whole environment if that is there.
 DEMO_INSTALLED := $(if $(wildcard $(INSTALLED)),$(INSTALLED),$(VENV)/.installed-demo)
 
-.PHONY: help env check format test test-frameworks conformance demo soak bench clean
+.PHONY: help env check format test test-frameworks conformance demo soak fuzz bench clean
 
 help:
 	@echo 'make env          the environment in $(VENV), with everything the targets below need'
@@ -22,6 +23,7 @@ help:
 	@echo 'make conformance  the conformance corpus alone, with a table'
 	@echo 'make demo         write an example repository, serve it, send it images'
 	@echo 'make soak         mixed traffic, crashes and reloads for SOAK_MINUTES=10: answers right, nothing grows'
+	@echo 'make fuzz         arbitrary bytes for all that reads what clients send, FUZZ_MINUTES=10 for each'
 	@echo 'make bench        compare with Triton; BENCH="--quick" for a short run'
 
 env: $(INSTALLED)
@@ -65,6 +67,10 @@ demo: $(DEMO_INSTALLED)
 
 soak: $(DEMO_INSTALLED)
 	$(BIN)/python tools/soak.py --minutes=$(SOAK_MINUTES) $(SOAK)
+
+fuzz: env
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[fuzz]'
+	for target in json generate proto http; do $(BIN)/python tools/fuzz.py $$target --minutes=$(FUZZ_MINUTES) $(FUZZ) || exit 1; done
 
 bench: env
 	$(BIN)/python -m benchmarks $(BENCH)
