@@ -13,10 +13,21 @@ class NaiadError(Exception):
     """
 
     triton_code = "UNKNOWN"
+    #: Whether the engine did not take a request, which a front end in another process hears of later.
+    refused = False
 
     @property
     def message(self) -> str:
         return str(self.args[0]) if self.args else ""
+
+
+def text_of(error: BaseException) -> str:
+    """What an exception says of itself, whatever its class makes of that: always UTF-8, as Triton has it."""
+    try:
+        text = error.message if isinstance(error, NaiadError) else str(error)
+        return text.encode(errors="backslashreplace").decode()
+    except BaseException:
+        return "<MESSAGE UNAVAILABLE DUE TO ANOTHER EXCEPTION>"
 
 
 class Unknown(NaiadError):

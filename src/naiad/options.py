@@ -382,6 +382,14 @@ class ServerOptions:
         kind=float,
         check=_at_least(0),
     )
+    frontends: int = _server(
+        "--frontends",
+        1,
+        "How many processes read requests and write responses. 1: the server process does it itself. With more of "
+        "them, which share the ports, throughput grows with the cores where that is the limit.",
+        kind=int,
+        check=_at_least(1, 256),
+    )
 
     log_verbose: int = _logging(
         "--log-verbose",
@@ -757,6 +765,8 @@ class ServerOptions:
         self._check_load_model()
         self._check_tls()
         self._check_ports()
+        if self.frontends > 1 and self.allow_grpc and self.grpc_address.startswith("unix"):
+            raise bad_option("--frontends", f"{self.frontends} processes cannot share {self.grpc_address}")
 
     def _check_load_model(self) -> None:
         if not self.load_model:

@@ -8,10 +8,9 @@ import asyncio
 import gc
 import resource
 import signal
-import ssl
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +18,14 @@ import uvloop
 
 from naiad import __version__
 from naiad.engine import Engine
-from naiad.errors import Unavailable
 from naiad.frontends.access import logged
-from naiad.frontends.grpc.options import GrpcOptions
-from naiad.frontends.grpc.server import GrpcFrontend
-from naiad.frontends.http.app import HttpFrontend
+from naiad.frontends.grpc.servicer import Servicer
+from naiad.frontends.http.management import Management
 from naiad.frontends.http.metrics import MetricsFrontend
-from naiad.frontends.http.tls import server_context
+from naiad.frontends.listening import Listening, listen
+from naiad.frontends.processes.link import Behind
+from naiad.frontends.processes.pool import FrontEndProcesses
+from naiad.frontends.processes.regions import SharedRegions
 from naiad.instances.hosts import Hosts
 from naiad.instances.process import Caller
 from naiad.instances.provision import Environments, default_directory
@@ -153,7 +153,7 @@ class Server:
     async def _running(self) -> AsyncIterator[None]:
         options, log = self.options, self.log
         log.info(f"naiad {__version__}")
-        regions = Regions(allow=options.allow_client_shm)
+        regions = (SharedRegions if options.frontends > 1 else Regions)(options.allow_client_shm)
         async with (
             Hosts(
                 isolation=options.isolation,
@@ -172,7 +172,7 @@ class Server:
             own = self._own_metrics(manager, hosts)
             self._calls = ModelCalls(engine, metrics.custom, traces)
             try:
-                async with self._frontends(engine, regions, metrics, own, traces):
+                async with self._frontends(engine, manager, regions, metrics, own, traces):
                     await manager.start()
                     self.failed_models = manager.table.failures()
                     self.unreadable = bool(manager.first_snapshot.failures)
@@ -276,65 +276,49 @@ class Server:
 
     @asynccontextmanager
     async def _frontends(
-        self, engine: Engine, regions: Regions, metrics: Metrics, own: OwnMetrics, traces: TraceSettings
+        self,
+        engine: Engine,
+        manager: ModelManager,
+        regions: Regions,
+        metrics: Metrics,
+        own: OwnMetrics,
+        traces: TraceSettings,
     ) -> AsyncIterator[None]:
         options, log = self.options, self.log
-        listening: list[AbstractAsyncContextManager[Any]] = []
-        grpc_engine = logged(engine, "GRPC", log) if options.access_log else engine
         http_engine = logged(engine, "HTTP", log) if options.access_log else engine
-
-        async def listen(frontend: AbstractAsyncContextManager[Any]) -> None:
-            await frontend.__aenter__()
-            listening.append(frontend)
-
-        try:
-            if options.allow_grpc:
-                grpc = GrpcFrontend(grpc_engine, GrpcOptions.of(options), regions, traces, log)
-                try:
-                    await listen(grpc)
-                except OSError as error:
-                    raise Unavailable(
-                        f"failed to start gRPC service at {options.grpc_address}:{options.grpc_port}: {error}. "
-                        "Choose another address or port, or end what uses it."
-                    ) from error
-                log.info(f"Started GRPCInferenceService at {options.grpc_address}:{grpc.port}")
-            if options.allow_http:
-                http = HttpFrontend(
+        grpc_engine = logged(engine, "GRPC", log) if options.access_log else engine
+        async with Listening() as listening:
+            if isinstance(regions, SharedRegions):
+                behind = Behind(
                     http_engine,
-                    address=options.http_address,
-                    port=options.http_port,
-                    reuse_port=options.reuse_http_port,
-                    thread_count=options.http_thread_count,
-                    max_input_size=options.http_max_input_size,
-                    header_forward_pattern=options.http_header_forward_pattern,
-                    restricted_apis=options.http_restricted_api,
-                    regions=regions,
-                    trace_settings=traces,
-                    log_settings=log,
-                    grace_s=options.exit_timeout_secs,
-                    tls=self._http_tls(),
+                    grpc_engine,
+                    Management(engine, regions, traces, log),
+                    Servicer(engine, regions, traces, log, options.grpc_restricted_protocol),
+                    manager,
+                    regions,
+                    traces,
+                    log,
                 )
-                await listen(http)
-                log.info(f"Started HTTPService at {options.http_address}:{options.http_port}")
+                await listening.enter(FrontEndProcesses(options, behind))
+            else:
+                await listen(
+                    listening,
+                    options,
+                    http_engine=http_engine,
+                    grpc_engine=grpc_engine,
+                    regions=regions,
+                    traces=traces,
+                    log=log,
+                )
             if options.allow_metrics:
                 address = options.metrics_bind_address
 
                 async def scrape_all() -> bytes:
                     return await metrics.scrape() + await own.scrape()
 
-                await listen(MetricsFrontend(metrics.scrape, scrape_all, address, options.metrics_port))
+                await listening.enter(MetricsFrontend(metrics.scrape, scrape_all, address, options.metrics_port))
                 log.info(f"Started Metrics Service at {address}:{options.metrics_port}")
             yield
-        finally:
-            # All at once: none may accept while another waits for its last requests.
-            await asyncio.gather(*(frontend.__aexit__(None, None, None) for frontend in listening))
-
-    def _http_tls(self) -> ssl.SSLContext | None:
-        options = self.options
-        if not (options.http_use_ssl or options.http_use_ssl_mutual):
-            return None
-        root = options.http_root_cert if options.http_use_ssl_mutual else ""
-        return server_context(options.http_server_cert, options.http_server_key, root)
 
     @asynccontextmanager
     async def _watching(self, manager: ModelManager) -> AsyncIterator[None]:

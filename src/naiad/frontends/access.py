@@ -12,6 +12,7 @@ import msgspec
 from naiad.engine import Engine
 from naiad.errors import NaiadError
 from naiad.messages import InferRequest, InferResponse, RequestTrace, ResponseSink, Result
+from naiad.models.model import Model
 from naiad.scheduling.scheduler import Call
 from naiad.telemetry.log import Log
 
@@ -30,10 +31,10 @@ class _LoggedEngine:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    def infer(self, request: InferRequest, sink: ResponseSink) -> Call:
+    def infer(self, request: InferRequest, sink: ResponseSink, model: Model | None = None) -> Call:
         access = _Access(self._log, self._protocol, request, sink)
         try:
-            return self._engine.infer(msgspec.structs.replace(request, trace=access), access)
+            return self._engine.infer(msgspec.structs.replace(request, trace=access), access, model)
         except NaiadError as error:
             access.refuse(error)
             raise

@@ -207,6 +207,11 @@ class LoopChannel(Generic[T]):
         self.is_open = True
         loop.add_reader(self._fd, self.read)
 
+    @property
+    def unsent_byte_size(self) -> int:
+        """What the socket has not taken yet."""
+        return sum([len(piece) for piece, _ in self._unsent]) if self._unsent else 0
+
     def send(self, message: Any, fds: Sequence[int] = ()) -> None:
         """Sends now what the socket takes and the rest when it can. `fds` are duplicated if they must wait."""
         if not self.is_open:

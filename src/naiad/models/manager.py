@@ -72,6 +72,8 @@ class ModelManager:
         #: What each version is made of that serves or is being closed.
         self._made_of: dict[Model, Source] = {}
         self._changed = asyncio.Event()
+        #: How often something about the models has changed.
+        self.changes = 0
         self._tasks: set[asyncio.Task[None]] = set()
         #: Those of them that load something.
         self._loads: set[asyncio.Task[None]] = set()
@@ -175,7 +177,7 @@ class ModelManager:
             self._reconcile()
         # Until the model rests. Another load of it meanwhile is joined: its outcome is that of this one too.
         while record.source is not None and (record.loading is not None or self._is_pending(record)):
-            await self._next_change()
+            await self.next_change()
         if record.source is None:
             raise Unavailable(f"the load of model '{name}' was given up: the model was unloaded meanwhile")
         if record.error is not None:
@@ -299,7 +301,7 @@ class ModelManager:
                     record.abandoned = True
                 case Retire():
                     self._retire(record)
-        self._changed.set()
+        self._note_change()
         if any(isinstance(step, Block | Retire) for step in steps):
             self._reconcile()
 
@@ -458,7 +460,7 @@ class ModelManager:
             record.states[model.version] = ("UNAVAILABLE", reason)
         if reason == "unloaded":
             self._log.info(f"successfully unloaded '{model.name}' version {model.version}")
-        self._changed.set()
+        self._note_change()
 
     # ---------------------------------------------------------------- tasks
 
@@ -474,14 +476,19 @@ class ModelManager:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def _next_change(self) -> None:
+    def _note_change(self) -> None:
+        self.changes += 1
+        self._changed.set()
+
+    async def next_change(self) -> None:
+        """Returns when something about the models has changed since it was called."""
         self._changed.clear()
         await self._changed.wait()
 
     async def _settle(self) -> None:
         """Waits until no load is under way and none is still to come."""
         while any(record.loading is not None or self._is_pending(record) for record in self._records.values()):
-            await self._next_change()
+            await self.next_change()
 
     async def close(self, timeout_s: float) -> bool:
         """Unloads everything; versions whose requests do not end within `timeout_s` are closed all the same. Whether

@@ -3,7 +3,7 @@
 Changed by the manager only. Look-ups are on the way of every request.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -95,6 +95,11 @@ class Record:
         return any(model.failure is not None for model in self.models.values())
 
     @property
+    def is_known(self) -> bool:
+        """Whether it is wanted, or has been loaded before."""
+        return self.source is not None or bool(self.states)
+
+    @property
     def actual(self) -> Actual:
         return Actual(self.serving, self.loading, self.failed, self.blocked)
 
@@ -109,19 +114,15 @@ class ModelTable:
         return f"<ModelTable of {len(self.records)} models>"
 
     def lookup(self, name: str, version: int = -1) -> Model:
-        """The version that serves; -1 is the newest. Raises NotFound or Unavailable with Triton's texts (R1-51)."""
+        """The version that serves; -1 is the newest. Raises NotFound or Unavailable."""
         record = self.records.get(name)
         if record is not None:
             model = record.latest if version < 0 else record.models.get(version)
             if model is not None:
                 return model
-        if record is None or (record.source is None and not record.states):
-            raise NotFound(f"Request for unknown model: '{name}' is not found")
-        if version < 0:
-            raise NotFound(f"Request for unknown model: '{name}' has no available versions")
-        if version in record.states:
-            raise Unavailable(f"Request for unknown model: '{name}' version {version} is not at ready state")
-        raise NotFound(f"Request for unknown model: '{name}' version {version} is not found")
+        if record is None:
+            raise missing(name, version, False, ())
+        raise missing(name, version, record.is_known, record.states)
 
     def is_ready(self, name: str, version: int = -1) -> bool:
         """Whether a request for it would find a version that can compute."""
@@ -207,6 +208,17 @@ class ModelTable:
             text = f"ensemble {ensemble} contains models that are not available or ambiguous: {', '.join(unknown)}"
             reasons.insert(0, text)
         return "; ".join(reasons)
+
+
+def missing(name: str, version: int, known: bool, stated: Container[int]) -> NaiadError:
+    """Why no version serves, in Triton's texts (R1-51); `stated` are the versions that have a state."""
+    if not known:
+        return NotFound(f"Request for unknown model: '{name}' is not found")
+    if version < 0:
+        return NotFound(f"Request for unknown model: '{name}' has no available versions")
+    if version in stated:
+        return Unavailable(f"Request for unknown model: '{name}' version {version} is not at ready state")
+    return NotFound(f"Request for unknown model: '{name}' version {version} is not found")
 
 
 def load_failed(name: str, reason: str) -> InvalidArgument:

@@ -15,10 +15,10 @@ import os
 import socket
 import stat
 import sysconfig
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 from naiad.datatypes import Buffer
 from naiad.errors import AlreadyExists, Internal, InvalidArgument, NaiadError, NotFound, ResourceExhausted, Unsupported
@@ -26,6 +26,8 @@ from naiad.messages import InferRequest, ResponseSink, Result
 
 _Call = TypeVar("_Call")
 
+#: Called with True when the use of a region begins, with False when it has ended.
+OnUse = Callable[[bool], None]
 RegionPolicy = Literal["true", "false", "local"]
 
 #: Keys of the Python backend's own memory in a Triton server that shares /dev/shm with this one.
@@ -67,18 +69,18 @@ class _SystemMemory:
     """An object in /dev/shm from byte `start` on."""
 
     def __init__(self, fd: int, start: int, key: str) -> None:
-        self._fd = fd
+        self.fd = fd
         self._start = start
         self._key = key
 
     def read(self, offset: int, byte_size: int) -> Buffer:
-        data = os.pread(self._fd, byte_size, self._start + offset)
+        data = os.pread(self.fd, byte_size, self._start + offset)
         if len(data) != byte_size:
             # A read may be cut short in the middle (2 GiB at most); at the end of the object it returns nothing.
             parts = [data]
             size = len(data)
             while size < byte_size:
-                part = os.pread(self._fd, byte_size - size, self._start + offset + size)
+                part = os.pread(self.fd, byte_size - size, self._start + offset + size)
                 if not part:
                     raise self._shrunk()
                 parts.append(part)
@@ -89,11 +91,11 @@ class _SystemMemory:
     def write(self, offset: int, data: Buffer) -> None:
         view = memoryview(data).cast("B")
         at = self._start + offset
-        if os.fstat(self._fd).st_size < at + len(view):
+        if os.fstat(self.fd).st_size < at + len(view):
             # Writing beyond the end would make the client's object grow again.
             raise self._shrunk()
         while view:
-            written = os.pwrite(self._fd, view, at)
+            written = os.pwrite(self.fd, view, at)
             at += written
             view = view[written:]
 
@@ -103,7 +105,7 @@ class _SystemMemory:
         )
 
     def __del__(self) -> None:
-        os.close(self._fd)
+        os.close(self.fd)
 
 
 class _IpcHandle(ctypes.Structure):
@@ -196,6 +198,16 @@ class _CudaMemory:
             self._runtime.close(self._device_id, self._address)
 
 
+def _open_cuda(raw_handle: bytes, device_id: int) -> Memory:
+    runtime = cuda_runtime()
+    if runtime is None or device_id < 0 or len(raw_handle) != ctypes.sizeof(_IpcHandle):
+        raise InvalidArgument("failed to register shared memory region: invalid args")
+    try:
+        return _CudaMemory(runtime, device_id, raw_handle)
+    except OSError as error:
+        raise InvalidArgument("failed to register shared memory region: invalid args") from error
+
+
 class _Region:
     """A registered region: `key` and `offset` of a system one, `device_id` of a CUDA one; `uses` counts inferences."""
 
@@ -212,6 +224,27 @@ class _Region:
     @property
     def is_cuda(self) -> bool:
         return self.device_id >= 0
+
+
+class _AdoptedRegion(_Region):
+    """A region that another process keeps, which is told when its use here begins and when it ends."""
+
+    __slots__ = ("_on_use", "_uses")
+
+    def __init__(self, on_use: OnUse, memory: Memory, byte_size: int, **place: Any) -> None:
+        self._on_use = on_use
+        self._uses = 0
+        super().__init__(memory, byte_size, **place)
+
+    @property
+    def uses(self) -> int:
+        return self._uses
+
+    @uses.setter
+    def uses(self, count: int) -> None:
+        if bool(count) != bool(self._uses):
+            self._on_use(count > 0)
+        self._uses = count
 
 
 class Regions:
@@ -247,14 +280,21 @@ class Regions:
     def register_cuda(self, name: str, raw_handle: bytes, device_id: int, byte_size: int, local: bool = True) -> None:
         """Registers the device memory behind a 64-byte CUDA IPC handle."""
         self._admit(name, "cuda", local)
-        runtime = cuda_runtime()
-        if runtime is None or device_id < 0 or len(raw_handle) != ctypes.sizeof(_IpcHandle):
-            raise InvalidArgument("failed to register shared memory region: invalid args")
-        try:
-            memory = _CudaMemory(runtime, device_id, raw_handle)
-        except OSError as error:
-            raise InvalidArgument("failed to register shared memory region: invalid args") from error
-        self._regions[name] = _Region(memory, byte_size, device_id=device_id)
+        self._regions[name] = _Region(_open_cuda(raw_handle, device_id), byte_size, device_id=device_id)
+
+    def adopt_system(self, name: str, fd: int, key: str, offset: int, byte_size: int, on_use: OnUse) -> None:
+        """A system region that another process has registered. Takes the descriptor over."""
+        self._regions[name] = _AdoptedRegion(on_use, _SystemMemory(fd, offset, key), byte_size, key=key, offset=offset)
+
+    def adopt_cuda(self, name: str, raw_handle: bytes, device_id: int, byte_size: int, on_use: OnUse) -> None:
+        """A CUDA region that another process has registered. Raises InvalidArgument where it cannot be opened here."""
+        memory = _open_cuda(raw_handle, device_id)
+        self._regions[name] = _AdoptedRegion(on_use, memory, byte_size, device_id=device_id)
+
+    def drop(self, names: Iterable[str]) -> None:
+        """Forgets regions, whoever uses them."""
+        for name in names:
+            self._regions.pop(name, None)
 
     def unregister_system(self, name: str = "") -> None:
         """Forgets one system region, or all; a name that is not there, or is CUDA memory, is no error.

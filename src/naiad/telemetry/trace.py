@@ -72,6 +72,7 @@ class Trace:
         "events",
         "executions",
         "id",
+        "is_sent_elsewhere",
         "journey",
         "model_name",
         "model_version",
@@ -80,6 +81,7 @@ class Trace:
         "span",
         "started_ns",
         "tensors",
+        "unsent",
     )
 
     def __init__(self, journey: "Journey", parent: "Trace | None") -> None:
@@ -98,6 +100,9 @@ class Trace:
         self.context: str | None = None
         self.span: Any = None
         self._executing = 0
+        #: Results go to their client from another process, which says when: how many it has not sent yet.
+        self.is_sent_elsewhere = False
+        self.unsent = 0
 
     def __repr__(self) -> str:
         return f"<Trace {self.id} of {self.model_name}>"
@@ -145,13 +150,32 @@ class Trace:
             if final:
                 self.events.append(("INFER_RESPONSE_COMPLETE", now))
             sink.send(result, final)
-            if result is not None:
-                protocol = self.journey.protocol
-                self.events.append((f"{protocol}_SEND_START", now))
-                self.events.append((f"{protocol}_SEND_END", time.monotonic_ns()))
+            if result is not None and not self.is_sent_elsewhere:
+                self._note_sent(now, time.monotonic_ns())
         finally:
             if final:
                 self.end()
+
+    def sending(self) -> None:
+        """A result is on its way to the process that sends it; `sent` follows."""
+        self.unsent += 1
+        self.journey.open += 1
+
+    def sent(self, start_ns: int, end_ns: int) -> None:
+        self._note_sent(start_ns, end_ns)
+        self.unsent -= 1
+        self.journey.close_one()
+
+    def lost(self) -> None:
+        """Nobody will send what is unsent."""
+        for _ in range(self.unsent):
+            self.journey.close_one()
+        self.unsent = 0
+
+    def _note_sent(self, start_ns: int, end_ns: int) -> None:
+        protocol = self.journey.protocol
+        self.events.append((f"{protocol}_SEND_START", start_ns))
+        self.events.append((f"{protocol}_SEND_END", end_ns))
 
     def _note_tensors(self, activity: str, tensors: Sequence[Tensor]) -> None:
         if TENSORS in self.journey.levels:
@@ -409,9 +433,11 @@ class TraceSettings:
 
     # ------------------------------------------------------------ requests
 
-    def follow(self, request: InferRequest, protocol: str, start_ns: int, header: Header) -> InferRequest:
+    def follow(
+        self, request: InferRequest, protocol: str, start_ns: int, header: Header, end_ns: int = 0
+    ) -> InferRequest:
         """The request, with a trace if it is one of those to be traced. `protocol` is HTTP or GRPC; reading it began
-        at `start_ns` and has just ended."""
+        at `start_ns` and ended at `end_ns`, by default now."""
         sampler = self._models.get(request.model_name, self._global)
         if not self._usable(sampler.values):
             return request
@@ -420,7 +446,10 @@ class TraceSettings:
             return request
         trace = Trace(Journey(self, sampler, protocol, parent), None)
         name = "RECV" if protocol == "HTTP" else "WAITREAD"
-        trace.events += [(f"{protocol}_{name}_START", start_ns), (f"{protocol}_{name}_END", time.monotonic_ns())]
+        trace.events += [
+            (f"{protocol}_{name}_START", start_ns),
+            (f"{protocol}_{name}_END", end_ns or time.monotonic_ns()),
+        ]
         return msgspec.structs.replace(request, trace=trace)
 
     def live(self, id: int) -> Trace | None:

@@ -1,12 +1,13 @@
 """The gRPC front end: entered it listens, left it has stopped. Lives on the event loop."""
 
 import importlib.util
+from collections.abc import Callable
 from types import TracebackType
 from typing import Protocol, Self
 
 from naiad.frontends.grpc.grpcio import GrpcioServer
 from naiad.frontends.grpc.options import GrpcOptions, Implementation, choose
-from naiad.frontends.grpc.servicer import Engine, Servicer, Settings
+from naiad.frontends.grpc.servicer import Engine, Method, Servicer, Settings
 from naiad.protocol.regions import Regions
 from naiad.telemetry.trace import TraceSettings
 
@@ -22,6 +23,7 @@ class _Server(Protocol):
 class GrpcFrontend:
     """Serves the engine over gRPC between `__aenter__` and `__aexit__`.
 
+    `method` makes what answers the RPCs that are not inference, by path, where that is not the engine here.
     Leaving refuses new calls, waits up to `options.drain_s` for those that run and cancels the rest. `port` is the
     one that is listened at. Raises InvalidArgument for options that do not go together, OSError for an address that
     cannot be bound.
@@ -34,6 +36,7 @@ class GrpcFrontend:
         regions: Regions | None = None,
         trace_settings: TraceSettings | None = None,
         log_settings: Settings | None = None,
+        method: Callable[[str], Method] | None = None,
     ) -> None:
         self._options = options or GrpcOptions()
         self.implementation: Implementation = choose(
@@ -47,6 +50,8 @@ class GrpcFrontend:
             self._options.restrictions,
             self._options.forward,
         )
+        if method is not None:
+            servicer.methods = {path: method(path) for path in servicer.methods}
         self._server: _Server
         if self.implementation == "native":
             native = importlib.import_module("naiad.frontends.grpc.native")

@@ -178,7 +178,7 @@ class _StreamCall:
             else:
                 stream.emit(self, message)
         elif result is not None:
-            if not self.is_accepted and final:
+            if final and (not self.is_accepted or result.refused):
                 self.refuse(result)
                 return
             self._send_error(result, final)

@@ -32,6 +32,7 @@ class HttpFrontend:
     """Serves an engine over HTTP; entered = listening, left = requests finished or `grace_s` over.
 
     `port` 0 is any, `bound_port` the one taken. `thread_count` is accepted for Triton's sake: one loop serves all.
+    `management` answers what is not inference, where that is not the engine here.
     Raises Unavailable on entering where the address cannot be bound.
     """
 
@@ -51,6 +52,7 @@ class HttpFrontend:
         log_settings: Settings | None = None,
         grace_s: float = 30.0,
         tls: ssl.SSLContext | None = None,
+        management: Management | None = None,
     ) -> None:
         forwarding = HeaderForwarding(header_forward_pattern)
         inference = Inference(engine, regions, forwarding, max_input_size, trace_settings)
@@ -58,7 +60,7 @@ class HttpFrontend:
             inference,
             Streaming(inference),
             Generation(engine, forwarding, max_input_size, trace_settings),
-            Management(engine, regions, trace_settings, log_settings),
+            management or Management(engine, regions, trace_settings, log_settings),
             restricted_apis,
         )
         self._listener = Listener(self, "HTTP service", address, port, reuse_port=reuse_port, grace_s=grace_s, tls=tls)

@@ -23,7 +23,7 @@ _NOT_ONE = error_document(
 class _Responses:
     """The responses of a call as JSON texts, in order."""
 
-    __slots__ = ("_keep_all", "count", "messages", "status")
+    __slots__ = ("_keep_all", "count", "messages", "refusal", "status")
 
     def __init__(self, keep_all: bool) -> None:
         self._keep_all = keep_all
@@ -31,9 +31,13 @@ class _Responses:
         self.count = 0
         #: HTTP status: the first response decides it. Triton calls every kind of error a bad request here.
         self.status = 200
+        #: The engine did not take the request.
+        self.refusal: NaiadError | None = None
 
     def send(self, result: Result | None, final: bool) -> None:
-        if result is not None:
+        if isinstance(result, NaiadError) and result.refused:
+            self.refusal = result
+        elif result is not None:
             if self._keep_all or self.count == 0:
                 self._add(result)
             self.count += 1
@@ -92,6 +96,9 @@ class Generation:
         exchange.on_disconnect = call.cancel
         messages = responses.messages
         try:
+            await messages.more()
+            if responses.refusal is not None:
+                raise responses.refusal
             if stream:
                 await send_all(exchange, messages, lambda: responses.status, EVENTS, b"data: %b\n\n", _TOO_SLOW)
             else:

@@ -104,7 +104,7 @@ class _Reply:
                 else:
                     self._exchange.response_bytes(200, *self._encode(result))
             elif result is not None:
-                reply_error(self._exchange, result, PLAIN)
+                reply_error(self._exchange, result, JSON if result.refused else PLAIN)
         except NaiadError as error:
             reply_error(self._exchange, error, PLAIN)
 

@@ -1,0 +1,88 @@
+"""What listens for clients in a process: the HTTP and the gRPC service, as the options ask for them. On the loop."""
+
+import asyncio
+import ssl
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Any, Self
+
+from naiad.errors import Unavailable
+from naiad.frontends.grpc.options import GrpcOptions
+from naiad.frontends.grpc.server import GrpcFrontend
+from naiad.frontends.grpc.servicer import Method
+from naiad.frontends.http.app import HttpFrontend
+from naiad.frontends.http.management import Management
+from naiad.frontends.http.tls import server_context
+from naiad.options import ServerOptions
+from naiad.protocol.regions import Regions
+from naiad.telemetry.log import Log
+from naiad.telemetry.trace import TraceSettings
+
+
+class Listening:
+    """What has been entered is left all at once: none may accept while another waits for its last requests."""
+
+    def __init__(self) -> None:
+        self._entered: list[AbstractAsyncContextManager[Any]] = []
+
+    async def enter(self, frontend: AbstractAsyncContextManager[Any]) -> None:
+        await frontend.__aenter__()
+        self._entered.append(frontend)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await asyncio.gather(*(frontend.__aexit__(None, None, None) for frontend in self._entered))
+
+
+async def listen(
+    listening: Listening,
+    options: ServerOptions,
+    *,
+    http_engine: Any,
+    grpc_engine: Any,
+    regions: Regions,
+    traces: TraceSettings,
+    log: Log,
+    management: Management | None = None,
+    method: Callable[[str], Method] | None = None,
+) -> None:
+    """Enters the services. `management` and `method`, by path, are what answers all that is not inference, if not the
+    engines here. Raises NaiadError for a port or an option that cannot be had."""
+    if options.allow_grpc:
+        grpc = GrpcFrontend(grpc_engine, GrpcOptions.of(options), regions, traces, log, method)
+        try:
+            await listening.enter(grpc)
+        except OSError as error:
+            raise Unavailable(
+                f"failed to start gRPC service at {options.grpc_address}:{options.grpc_port}: {error}. "
+                "Choose another address or port, or end what uses it."
+            ) from error
+        log.info(f"Started GRPCInferenceService at {options.grpc_address}:{grpc.port}")
+    if options.allow_http:
+        http = HttpFrontend(
+            http_engine,
+            address=options.http_address,
+            port=options.http_port,
+            reuse_port=options.reuse_http_port,
+            thread_count=options.http_thread_count,
+            max_input_size=options.http_max_input_size,
+            header_forward_pattern=options.http_header_forward_pattern,
+            restricted_apis=options.http_restricted_api,
+            regions=regions,
+            trace_settings=traces,
+            log_settings=log,
+            grace_s=options.exit_timeout_secs,
+            tls=_http_tls(options),
+            management=management,
+        )
+        await listening.enter(http)
+        log.info(f"Started HTTPService at {options.http_address}:{http.bound_port}")
+
+
+def _http_tls(options: ServerOptions) -> ssl.SSLContext | None:
+    if not (options.http_use_ssl or options.http_use_ssl_mutual):
+        return None
+    root = options.http_root_cert if options.http_use_ssl_mutual else ""
+    return server_context(options.http_server_cert, options.http_server_key, root)

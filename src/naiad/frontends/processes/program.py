@@ -1,0 +1,79 @@
+"""A front-end process: `python -m naiad.frontends.processes.program NUMBER SOCKET REQUESTS RESPONSES`.
+
+Its ordinary front ends serve an engine that is in another process, the parent. It ends when that one says so or is no
+more; signals that a terminal or a service manager sends to all processes are the parent's business.
+"""
+
+import asyncio
+import gc
+import os
+import socket
+import sys
+
+import uvloop
+
+from naiad.errors import NaiadError
+from naiad.frontends.listening import Listening, listen
+from naiad.frontends.processes.client import (
+    EngineClient,
+    EngineConnection,
+    ForwardedMethod,
+    ReportingLog,
+    management,
+)
+from naiad.frontends.processes.frames import Started, failure_of
+from naiad.instances.host import ignore_signals
+from naiad.instances.zygote import name_process
+from naiad.telemetry.log import bridge
+
+#: How long clients may take to hear that the engine's process has ended.
+_GRACE_S = 2.0
+
+
+async def _serve(sock: socket.socket, requests_fd: int, responses_fd: int) -> None:
+    connection = EngineConnection(sock, requests_fd, responses_fd)
+    log = ReportingLog(connection)
+    bridge(log)
+    options = (await connection.start).options
+    async with Listening() as listening:
+        try:
+            await listen(
+                listening,
+                options,
+                http_engine=EngineClient(connection, over_http=True),
+                grpc_engine=EngineClient(connection, over_http=False),
+                regions=connection.regions,
+                traces=connection.traces,
+                log=log,
+                management=management(connection),
+                method=lambda path: ForwardedMethod(connection, path),
+            )
+        except NaiadError as error:
+            connection.tell(Started(failure_of(error)))
+            return
+        gc.collect()
+        gc.freeze()
+        connection.tell(Started(None))
+        await connection.stop.wait()
+        if connection.is_lost:
+            asyncio.get_running_loop().call_later(_GRACE_S, os._exit, 1)
+
+
+def main() -> None:
+    """The program."""
+    number, *fds = map(int, sys.argv[1:])
+    ignore_signals()
+    name_process(f"naiad-frontend{number}")
+    for fd in fds:
+        os.set_inheritable(fd, False)
+    try:
+        uvloop.run(_serve(socket.socket(fileno=fds[0]), *fds[1:]))
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        os._exit(1)
+    # Threads of libraries that wait for something do not keep the process.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
