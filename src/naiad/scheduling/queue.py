@@ -5,10 +5,12 @@ that level whose time ran out under a DELAY policy. A batch is the longest run f
 `max_batch_size` and whose signatures are equal: a call that does not fit closes the batch, it is never skipped,
 because skipping would let small requests starve a large one. Whether the run is sent now:
 
-    the run is closed (full, or the next call cannot join)     send it
-    a preferred size was passed on the way                     send the largest one passed
     the oldest call has waited `max_delay_ns`                  send everything
-    otherwise                                                  wait until it has
+    a preferred size was passed on the way                     send the largest one passed
+    the next call would lead past the largest preferred size   send what comes before it
+    the run is closed (full, or the next call cannot join),
+    or has the largest preferred size and more                 send it
+    otherwise                                                  wait until the oldest call has waited
 
 Cancelled calls leave through `remove`; expired ones are found when `take` is asked and their time has come.
 Every call put in comes out exactly once: in a batch, as rejected, or removed.
@@ -95,6 +97,7 @@ class RequestQueue:
     ) -> None:
         self._max_rows = max_batch_size if merge else 0
         self._preferred = frozenset(preferred)
+        self._largest_preferred = max(preferred, default=self._max_rows)
         self._max_delay_ns = max_delay_ns
         self._default_level = default_level
         policy = default_policy or QueuePolicy()
@@ -189,6 +192,8 @@ class RequestQueue:
         closed = rows >= self._max_rows
         if not closed:
             for call in waiting:
+                if rows + call.rows > self._largest_preferred and not preferred_count:
+                    preferred_count, preferred_rows = count, rows
                 if rows + call.rows > self._max_rows or call.signature != first.signature:
                     closed = True
                     break
@@ -198,13 +203,12 @@ class RequestQueue:
                 if rows in self._preferred:
                     preferred_count, preferred_rows = count, rows
                 if rows >= self._max_rows:
-                    closed = True
                     break
-        if preferred_count:
-            return self._pop(preferred_count, preferred_rows, "preferred size")
-        if closed:
-            return self._pop(count, rows, "full")
         send_at_ns = oldest_ns + self._max_delay_ns
+        if preferred_count and not (self._max_delay_ns and now_ns >= send_at_ns):
+            return self._pop(preferred_count, preferred_rows, "preferred size")
+        if closed or rows >= self._largest_preferred:
+            return self._pop(count, rows, "full")
         if now_ns >= send_at_ns:
             return self._pop(count, rows, "delay")
         return WaitUntil(send_at_ns)

@@ -103,8 +103,9 @@ class CustomMetrics:
             _release(known.owners, owner)
             self._sweep(known)
 
-    def new_metric(self, owner: str, family: str, labels: Labels, buckets: Iterable[float] = ()) -> None:
-        """Adds a member to a family, or shares the one with these labels."""
+    def new_metric(self, owner: str, family: str, labels: Labels, buckets: Iterable[float] | None = None) -> None:
+        """Adds a member to a family, or shares the one with these labels. Only histograms have `buckets`, which may
+        be empty."""
         known = self._family(family)
         for label in labels:
             if not _LABEL_NAME.fullmatch(label) or (known.kind == "histogram" and label == "le"):
@@ -112,14 +113,13 @@ class CustomMetrics:
         key = _key(labels)
         metric = known.metrics.get(key)
         if metric is None:
-            bounds = tuple(buckets)
-            if known.kind == "histogram" and not bounds:
+            if known.kind == "histogram" and buckets is None:
                 raise InvalidArgument("Failed to create metric. Missing required buckets.")
-            if known.kind != "histogram" and bounds:
+            if known.kind != "histogram" and buckets is not None:
                 raise InvalidArgument(f"Unexpected args found in {known.kind} Metric constructor.")
             if self._series >= MOST_SERIES:
                 raise Unsupported(f"models have made {MOST_SERIES} metrics already, the most that are allowed")
-            metric = _Metric(labels, Histogram(bounds) if known.kind == "histogram" else None)
+            metric = _Metric(labels, None if buckets is None else Histogram(buckets))
             known.metrics[key] = metric
             self._series += 1
         metric.owners[owner] += 1

@@ -64,8 +64,9 @@ def test_without_a_delay_whatever_waits_is_sent(waiting: list[int], taken: list[
         ([1] * 7, (4,), [1] * 4),
         ([1] * 7, (2, 4), [1] * 4),
         ([1] * 3, (4,), [1] * 3),
-        ([3, 3], (4,), [3, 3]),
+        ([3, 3], (4,), [3]),
         ([2, 2, 2], (2,), [2]),
+        ([3, 2, 3], (4, 6), [3, 2]),
     ],
 )
 def test_the_largest_preferred_size_on_the_way_wins(
@@ -84,6 +85,25 @@ def test_an_incomplete_batch_waits_for_the_delay_of_its_oldest_call() -> None:
 def test_a_batch_that_cannot_grow_does_not_wait() -> None:
     queue = filled(RequestQueue(8, max_delay_ns=100), [FakeCall(rows=5), FakeCall(rows=5)])
     assert rows_of(queue.take(0)) == [5]
+
+
+@pytest.mark.parametrize(
+    ("waiting", "taken"),
+    [([7], [7]), ([6, 1], [6]), ([3, 4], [3]), ([1, 2], [1, 2]), ([1, 2, 5], [1, 2]), ([1, 6], [1])],
+    ids=["larger than preferred", "preferred", "past it", "not yet", "not yet, then past it", "past it, from one"],
+)
+def test_what_cannot_become_a_preferred_size_does_not_wait(waiting: list[int], taken: list[int]) -> None:
+    queue = filled(RequestQueue(8, preferred=(2, 6), max_delay_ns=100), [FakeCall(rows=rows) for rows in waiting])
+    if sum(waiting) < 6:
+        assert queue.take(99) == WaitUntil(100)
+        assert rows_of(queue.take(100)) == taken
+    else:
+        assert rows_of(queue.take(0)) == taken
+
+
+def test_after_the_delay_everything_is_sent_whatever_is_preferred() -> None:
+    queue = filled(RequestQueue(8, preferred=(2, 6), max_delay_ns=100), [FakeCall() for _ in range(5)])
+    assert rows_of(queue.take(100)) == [1] * 5
 
 
 def test_different_signatures_do_not_share_a_batch() -> None:

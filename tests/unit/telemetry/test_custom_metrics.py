@@ -181,3 +181,13 @@ def test_buckets_are_cumulative(values, bounds):
     ]
     assert count.value == len(values)
     assert total.value == pytest.approx(sum(values))
+
+
+def test_a_histogram_without_bounds_only_counts(metrics):
+    metrics.new_metric("h", "histogram", {}, ())
+    metrics.observe("h", "histogram", {}, [0.5, 7])
+    assert [line for line in shown(metrics) if "color" not in line] == [
+        'histogram_bucket{le="+Inf"} 2',
+        "histogram_count 2",
+        "histogram_sum 7.5",
+    ]

@@ -126,7 +126,7 @@ class NewMetric(msgspec.Struct, frozen=True, tag="new_metric"):
 
     family: str
     labels: Labels
-    buckets: tuple[float, ...] = ()
+    buckets: tuple[float, ...] | None = None
 
 
 class DropMetric(msgspec.Struct, frozen=True, tag="drop_metric"):

@@ -1,7 +1,8 @@
 """`pb_utils.MetricFamily` and `Metric`: the model's own metrics, whose values the server keeps.
 
-A change is only noted here, so that it costs no exchange with the server; a thread passes the notes on ten times a
-second. What a metric of its kind cannot do is refused at once.
+A change is only noted here, so that model code does not wait for the server. A thread passes the notes on: at once, so
+that whoever has an answer of the model finds it counted, or together once they come too often. What a metric of its
+kind cannot do is refused at once.
 """
 
 import enum
@@ -16,7 +17,9 @@ from naiad.backends.python import calls, current
 from naiad.backends.python.failures import TritonModelException
 from naiad.errors import NaiadError
 
-_PERIOD_S = 0.1
+#: So many exchanges a second are spent on notes, and so many more after a pause.
+_RATE = 200
+_BURST = 20
 
 
 class MetricKind(enum.IntEnum):
@@ -50,7 +53,8 @@ class MetricFamily:
         weakref.finalize(self, _drop_family, self._notes, self._alive, name).atexit = False
 
     def Metric(self, labels: Mapping[str, str] | None = None, buckets: Sequence[float] | None = None) -> "Metric":
-        """A metric of this family. `buckets` are the ascending upper bounds of a histogram, and needed for one."""
+        """A metric of this family. `buckets` are the ascending upper bounds of a histogram, and needed for one; with
+        none in them it only counts."""
         if labels is not None and not isinstance(labels, dict):
             raise TritonModelException("Failed to create metric. Labels must be a dictionary.")
         if buckets is None:
@@ -61,7 +65,7 @@ class MetricFamily:
         elif self._kind is not MetricKind.HISTOGRAM:
             raise TritonModelException("Failed to create metric. Unexpected buckets found.")
         named = {str(key): str(value) for key, value in (labels or {}).items()}
-        bounds = tuple(float(bound) for bound in buckets or ())
+        bounds = None if buckets is None else tuple(float(bound) for bound in buckets)
         _ask(self._notes, calls.NewMetric(self._name, named, bounds), "Error when creating Metric")
         return Metric(self._name, self._kind, named, self._notes, self._alive)
 
@@ -203,8 +207,14 @@ class Notes:
         self.send()
 
     def _pass_on(self) -> None:
+        allowed = float(_BURST)
+        before = time.monotonic()
         while self._wake.get():
-            time.sleep(_PERIOD_S)
+            now = time.monotonic()
+            allowed = min(allowed + (now - before) * _RATE, _BURST) - 1
+            before = now
+            if allowed < 0:
+                time.sleep(1 / _RATE)
             self._is_awake = False
             try:
                 self.send()

@@ -1,6 +1,8 @@
 """A model's own metrics: what reaches the server, and what is refused before."""
 
 import gc
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from queue import SimpleQueue
@@ -71,7 +73,9 @@ def test_families_and_metrics_are_announced_at_once(server: Server) -> None:
     family = MetricFamily(name="f", description="text", kind=MetricFamily.HISTOGRAM)
     metric = family.Metric(buckets=[1, 2])
     assert server.got(2) == [NewFamily("f", "text", "histogram"), NewMetric("f", {}, (1.0, 2.0))]
-    del metric, family
+    unbounded = family.Metric(labels={"a": "b"}, buckets=[])
+    assert server.got(1) == [NewMetric("f", {"a": "b"}, ())]
+    del unbounded, metric, family
 
 
 def test_increments_add_up_on_their_way(server: Server) -> None:
@@ -114,6 +118,45 @@ def test_observations_are_collected(server: Server) -> None:
         assert isinstance(change, Observe)
         values += change.values
     assert values == [0.5, 7.0]
+    del family
+
+
+def test_a_change_is_passed_on_without_a_pause(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A client that has its answer and then scrapes finds what the model has counted for it.
+    forever = threading.Event()
+    monkeypatch.setattr(time, "sleep", lambda seconds: forever.wait())
+    family, metric = made(server, MetricFamily.COUNTER)
+    try:
+        for _ in range(3):
+            metric.increment(1)
+            assert server.got(1) == [Increment("f", {"a": "b"}, 1.0)]
+    finally:
+        forever.set()
+    del family
+
+
+def test_changes_that_come_too_often_are_passed_on_together(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: SimpleQueue[float] = SimpleQueue()
+    noted = threading.Event()
+
+    def sleep(seconds: float) -> None:
+        pauses.put(seconds)
+        noted.wait()
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    monkeypatch.setattr(time, "monotonic", lambda: 1.0)
+    family, metric = made(server, MetricFamily.COUNTER)
+    sent = 0
+    while pauses.empty():
+        metric.increment(1)
+        sent += 1
+        if sent <= 20:
+            server.got(1)
+    metric.increment(1)
+    noted.set()
+    (change,) = server.got(1)
+    assert isinstance(change, Increment)
+    assert change.value == sent - 20 + 1 > 1
     del family
 
 
