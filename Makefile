@@ -13,6 +13,8 @@ FRAMEWORK_TESTS := tests/backends tests/unit/backends tests/unit/convert tests/c
 # The demo alone needs less, and takes the whole environment if that is there.
 DEMO_INSTALLED := $(if $(wildcard $(INSTALLED)),$(INSTALLED),$(VENV)/.installed-demo)
 
+BENCH_INSTALLED := $(VENV)/.installed-bench
+
 .PHONY: help env check format test test-frameworks conformance demo soak fuzz bench clean
 
 help:
@@ -24,7 +26,7 @@ help:
 	@echo 'make demo         write an example repository, serve it, send it images'
 	@echo 'make soak         mixed traffic, crashes and reloads for SOAK_MINUTES=10: answers right, nothing grows'
 	@echo 'make fuzz         arbitrary bytes for all that reads what clients send, FUZZ_MINUTES=10 for each'
-	@echo 'make bench        compare with Triton; BENCH="--quick" for a short run'
+	@echo 'make bench        compare with Triton and others; BENCH="--quick" for a short run, BENCH=--list for what there is'
 
 env: $(INSTALLED)
 
@@ -46,6 +48,10 @@ check: env
 format: env
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+$(BENCH_INSTALLED): $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	@touch $@
 
 test: env
 	$(BIN)/python -m pytest $(TEST)
@@ -72,7 +78,7 @@ fuzz: env
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[fuzz]'
 	for target in json generate proto http; do $(BIN)/python tools/fuzz.py $$target --minutes=$(FUZZ_MINUTES) $(FUZZ) || exit 1; done
 
-bench: env
+bench: $(BENCH_INSTALLED)
 	$(BIN)/python -m benchmarks $(BENCH)
 
 clean:

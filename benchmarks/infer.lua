@@ -1,15 +1,13 @@
--- One inference request over and over: wrk -s infer.lua URL -- BODY_FILE JSON_LENGTH
--- JSON_LENGTH is that of the JSON before the binary tensors, or 0 for a body of JSON only.
+-- One inference request over and over: wrk -s infer.lua URL -- BODY_FILE "Header: value"...
 
 function init(args)
   local file = assert(io.open(args[1], "rb"))
   wrk.method = "POST"
   wrk.body = file:read("*a")
   file:close()
-  wrk.headers["Content-Type"] = "application/json"
-  if args[2] ~= "0" then
-    wrk.headers["Content-Type"] = "application/octet-stream"
-    wrk.headers["Inference-Header-Content-Length"] = args[2]
+  for index = 2, #args do
+    local name, value = args[index]:match("^([^:]+): (.*)$")
+    wrk.headers[name] = value
   end
 end
 
