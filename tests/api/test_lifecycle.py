@@ -4,7 +4,7 @@ import json
 import os
 
 import pytest
-from served import DOER_CONFIG, Gate, Repository, Server, error_of, until
+from served import DOER_CONFIG, Gate, Repository, Server, error_of, put, until
 
 
 def test_loads_and_unloads_on_request(explicit, client, name):
@@ -283,6 +283,24 @@ def test_ensembles_bring_their_members_and_can_take_them_along(explicit, client,
         "ensemble and member are unloaded",
     )
     client.unload(f"{name}_b")
+
+
+def test_ensembles_that_cannot_be(explicit, client, name):
+    """Those that contain themselves, and a version of a member that is not served. Nobody waits for them."""
+    a, b, old, member = (f"{name}_{it}" for it in ("a", "b", "old", "m"))
+    explicit.repository.ensemble(a, b)
+    explicit.repository.ensemble(b, a)
+    explicit.repository.ensemble(name, name)
+    explicit.repository.doer(member)
+    config = explicit.repository.ensemble(old, member) / "config.pbtxt"
+    put(config, config.read_text().replace("model_version: -1", "model_version: 2"))
+    circle = "circular dependency between ensembles:"
+    assert error_of(client.load, a) == f"load failed for model '{a}': {circle} {a} -> ... -> {b} -> {a}\n"
+    assert (
+        error_of(client.load, name) == f"load failed for model '{name}': {circle} {name} -> ... -> {name} -> {name}\n"
+    )
+    why = f"ensemble '{old}' depends on '{member}' whose required version 2 is not loaded."
+    assert error_of(client.load, old) == f"load failed for model '{old}': {why}\n"
 
 
 def test_a_request_in_an_ensemble_finishes_while_a_member_is_unloaded(explicit, client, name, tmp_path):

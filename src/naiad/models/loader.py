@@ -10,6 +10,7 @@ from naiad.backends.api import InstanceContext
 from naiad.config.model_config import ModelConfig
 from naiad.config.read import Draft, finish, prepare, read_labels
 from naiad.config.validate import resolve_ensemble
+from naiad.errors import InvalidArgument, NaiadError
 from naiad.instances.hosts import HostedModel, Hosts, ModelSpec
 from naiad.instances.instance import Instance
 from naiad.instances.interpreter import ENVIRONMENT_PARAMETER, interpreter_of
@@ -174,7 +175,15 @@ class ModelLoader:
         held: dict[tuple[str, int], Model] = {}
         try:
             for step in config.ensemble_steps:
-                member = self._lookup(step.model_name, step.model_version)
+                try:
+                    member = self._lookup(step.model_name, step.model_version)
+                except NaiadError as error:
+                    if step.model_version < 0:
+                        raise
+                    raise InvalidArgument(
+                        f"ensemble '{draft.name}' depends on '{step.model_name}' whose required version"
+                        f" {step.model_version} is not loaded."
+                    ) from error
                 if (step.model_name, step.model_version) not in held:
                     member.lease()
                     held[step.model_name, step.model_version] = member

@@ -267,7 +267,7 @@ class ModelManager:
 
     def _generation(self, record: Record, above: tuple[str, ...]) -> object:
         """What makes a load a different one: configuration, files, members. An ensemble that contains itself ends the
-        walk; validation has refused it with the cycle named."""
+        walk; `plan` blocks it."""
         source = record.source
         if source is None:
             return None

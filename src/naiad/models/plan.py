@@ -12,12 +12,13 @@ they take over together; if one fails, the new ones go and the old ones stay (re
     generation G    loads G, or serves G                   -
     generation G    loads another one                      -               (asked again when that load ends)
     generation G    G failed before                        -               (until the files change or somebody insists)
-    generation G    a member is not wanted or failed       Block, with the reason
+    generation G    a member is not wanted or failed,      Block, with the reason
+                    or it is a member of itself
     nothing         loads                                  Abandon
     nothing         serves, is blocked, or has failed      Retire
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import msgspec
 
@@ -44,7 +45,7 @@ class Update(msgspec.Struct, frozen=True):
 
 
 class Block(msgspec.Struct, frozen=True):
-    """The model cannot serve because of its members."""
+    """The model cannot serve because of its members: those that are `unavailable`, or a circle that they make."""
 
     name: str
     unavailable: tuple[str, ...]
@@ -86,7 +87,7 @@ def _step(name: str, wanted: Mapping[str, Wanted], actual: Mapping[str, Actual])
     if there.loading is not None:
         return None
     lost = tuple(member for member in want.members if _is_lost(member, wanted, actual))
-    if lost:
+    if lost or circle(name, lambda member: wanted[member].members if member in wanted else ()):
         return None if there.blocked and there.serving is None else Block(name, lost)
     if want.generation in (there.serving, there.failed):
         return None
@@ -111,3 +112,17 @@ def _is_lost(name: str, wanted: Mapping[str, Wanted], actual: Mapping[str, Actua
     if there.serving is not None or there.loading is not None:
         return False
     return there.blocked or there.failed == wanted[name].generation
+
+
+def circle(name: str, members_of: Callable[[str], tuple[str, ...]]) -> str | None:
+    """The ensemble that has `name` for a member and is itself, over any number of others, a member of it."""
+    seen: set[str] = set()
+    waiting = list(members_of(name))
+    while waiting:
+        if (member := waiting.pop()) not in seen:
+            seen.add(member)
+            inside = members_of(member)
+            if name in inside:
+                return member
+            waiting += inside
+    return None

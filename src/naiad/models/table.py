@@ -21,7 +21,7 @@ from naiad.errors import (
 )
 from naiad.messages import IndexEntry
 from naiad.models.model import Model
-from naiad.models.plan import Actual
+from naiad.models.plan import Actual, circle
 from naiad.repository.snapshot import ModelDirectory
 
 State = Literal["LOADING", "READY", "UNLOADING", "UNAVAILABLE"]
@@ -190,7 +190,9 @@ class ModelTable:
         return entries
 
     def why_blocked(self, ensemble: str, unavailable: tuple[str, ...]) -> str:
-        """Why an ensemble cannot serve without these of its members."""
+        """Why an ensemble cannot serve: it is a member of itself, or because of these of its members."""
+        if last := circle(ensemble, self._members_of):
+            return f"circular dependency between ensembles: {ensemble} -> ... -> {last} -> {ensemble}"
         reasons: list[str] = []
         unknown: list[str] = []
         for name in unavailable:
@@ -208,6 +210,10 @@ class ModelTable:
             text = f"ensemble {ensemble} contains models that are not available or ambiguous: {', '.join(unknown)}"
             reasons.insert(0, text)
         return "; ".join(reasons)
+
+    def _members_of(self, name: str) -> tuple[str, ...]:
+        record = self.records.get(name)
+        return record.source.members if record is not None and record.source is not None else ()
 
 
 def missing(name: str, version: int, known: bool, stated: Container[int]) -> NaiadError:

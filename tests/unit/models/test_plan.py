@@ -71,6 +71,19 @@ A = Actual
             [Block("o", ("e",))],
             id="a blocked member blocks",
         ),
+        pytest.param({"e": W(1, ("e",))}, {}, [Block("e", ())], id="a member of itself"),
+        pytest.param(
+            {"e": W(1, ("m", "f")), "f": W(1, ("g",)), "g": W(1, ("e",)), "m": W(1)},
+            {"m": A(serving=1)},
+            [Block("e", ()), Block("f", ()), Block("g", ())],
+            id="a circle",
+        ),
+        pytest.param(
+            {"o": W(1, ("e",)), "e": W(1, ("e",))},
+            {"e": A(blocked=True)},
+            [Block("o", ("e",))],
+            id="a member that is a circle",
+        ),
     ],
 )
 def test_plan(wanted: dict[str, Wanted], actual: dict[str, Actual], steps: list[Step]) -> None:
