@@ -180,7 +180,12 @@ def test_keyword_and_open_ended_arguments(tmp_path: Path) -> None:
     [
         ("a, b", {"a": "FP32 1"}, "unable to load model 'm', configuration expects 1 inputs, model provides 2"),
         ("a", {"a": "FP32 1", "b": "FP32 1"}, "configuration expects 2 inputs, model provides 1"),
-        ("a", {}, "model configuration must contain at least one input, none were specified."),
+        ("a", {}, "unable to load model 'm', configuration expects 0 inputs, model provides 1: forward() takes 'a'"),
+        (
+            "a: bool = True",
+            {},
+            "model configuration must contain at least one input, none were specified. forward() takes 'a'",
+        ),
         (
             "a: Dict[str, Tensor], b: Dict[str, Tensor]",
             {"a": "FP32 1", "b": "FP32 1"},

@@ -111,21 +111,21 @@ class Forward:
     ) -> Binding:
         """Raises InvalidArgument, with Triton's texts, where inputs and arguments do not fit."""
         inputs = configured_inputs(config)
+        dictionaries = [argument for argument in self.arguments if argument.kind == "dict"]
+        required = sum(argument.required for argument in self.arguments)
+        too_many = len(inputs) > len(self.arguments) and not (self.variadic or self.keywords)
+        if not dictionaries and (len(inputs) < required or too_many):
+            raise InvalidArgument(
+                f"unable to load model '{model}', configuration expects {len(inputs)} inputs, model provides"
+                f" {len(self.arguments)}: {self.describe()}; give the data_type and dims of each"
+            )
         if not any(tensor.origin == "input" for tensor in inputs):
             raise InvalidArgument(
                 "model configuration must contain at least one input, none were specified."
                 f" {self.describe()}: give their data_type and dims"
             )
-        dictionaries = [argument for argument in self.arguments if argument.kind == "dict"]
         if dictionaries:
             return self._bind_dictionary(inputs, dictionaries, device)
-        required = sum(argument.required for argument in self.arguments)
-        open_ended = self.variadic or self.keywords
-        if len(inputs) < required or (len(inputs) > len(self.arguments) and not open_ended):
-            raise InvalidArgument(
-                f"unable to load model '{model}', configuration expects {len(inputs)} inputs, model provides"
-                f" {len(self.arguments)}: {self.describe()}"
-            )
         places = self._places(model, inputs, warn)
         bound = [
             (tensor.name, place, conversion(model, tensor, self._argument(place), device))
