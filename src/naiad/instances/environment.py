@@ -4,6 +4,7 @@ Lives on the event loop. Knows how to begin and end host processes and how they 
 """
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -80,7 +81,9 @@ class Child:
     def kill(self) -> None:
         """SIGKILL; the end is reported as any other. Sure to hit this process and no other."""
         if self._pidfd >= 0:
-            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+            # It may have ended, and the zygote have waited for it, without the loop having come to see that.
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     def status(self, text: str) -> None:
         """The zygote says how the process ended; before or after the end is seen here."""

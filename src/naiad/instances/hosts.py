@@ -137,6 +137,11 @@ class HostedModel:
                 return await asyncio.shield(asking)
         except TimeoutError:
             raise Unavailable("Timed out waiting for user-defined is_ready() response") from None
+        except asyncio.CancelledError:
+            # Who asks has been cancelled; or the question has, by `close`.
+            if not asking.cancelled():
+                raise
+            raise Unavailable(f"model '{self.spec.name}' version {self.spec.version} was unloaded") from None
 
     async def _ask_if_ready(self) -> bool:
         asked = [tenant for tenant in self._tenants if tenant.checks_readiness]

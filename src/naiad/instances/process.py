@@ -404,6 +404,11 @@ class Host:
         except NaiadError:
             self.state = "stopped"
             raise
+        if self.is_closing:
+            # Whoever wanted it has left meanwhile.
+            child.control.close()
+            self.state = "stopped"
+            return
         self._child = child
         self._kill_reason = None
         child.on_end = self._on_child_end
@@ -453,7 +458,10 @@ class Host:
             if pause_s is None:
                 future = "; it is not restarted, since it has failed too often in a row"
         self.state = "stopped" if self.is_closing else f"{how}{future}"
-        for tenant in loaded:
+        for tenant in self.tenants.values():
+            # One that leaves is not loaded any more, but waits for its requests inside.
+            if not tenant.is_loaded and not any(instance.is_busy for instance in tenant.instances):
+                continue
             self._log(tenant, "ERROR", f"{tenant.label}: host process '{self.name}' {how}{future}")
             for instance in tenant.instances:
                 instance.disconnect(
@@ -679,6 +687,9 @@ class Host:
 
     async def _answer(self, call: Call, tenant: Tenant | None) -> None:
         control = self._control
+        if control is None:
+            # It has died since it asked, and `_caller_gone` has been called.
+            return
         try:
             if tenant is None:
                 raise Unavailable("the model has been unloaded")
@@ -689,11 +700,10 @@ class Host:
             answer = Answer(call.call, value, None)
         except Exception as error:
             answer = Answer(call.call, None, failure(error))
-        if control is not None:
-            try:
-                control.send(answer)
-            except TypeError as error:
-                control.send(Answer(call.call, None, failure(Internal(f"'{call.method}': {error}"))))
+        try:
+            control.send(answer)
+        except TypeError as error:
+            control.send(Answer(call.call, None, failure(Internal(f"'{call.method}': {error}"))))
 
     def _caller_gone(self, number: int) -> None:
         caller = self._callers.pop(number, None)

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from instance_lab import Batch, available, config, parameters, request, run, unt
 
 from naiad.backends.api import InstanceContext
 from naiad.errors import Internal, InvalidArgument, Unavailable
+from naiad.instances.environment import Child
 from naiad.instances.restart import RestartPolicy
 
 STRINGS = config("BYTES", [1])
@@ -188,6 +190,40 @@ async def test_unloading_kills_what_does_not_end(lab):
     assert isinstance(error, Unavailable)
     assert error.message == "model 'm' version 1 was unloaded while instance 'm_0_0' executed this request"
     assert not is_alive(pid)
+
+
+async def test_a_host_that_dies_while_its_model_is_unloaded_fails_what_is_inside_at_once(lab):
+    model = await lab.load("Misbehaving", STRINGS)
+    (pid,) = model.pids
+    batch = Batch(command("hang"), rows=[1])
+    model.instances[0].execute(batch)
+    unloading = asyncio.create_task(model.close(timeout_s=1000))
+    await until(lambda: not model.pids)
+    os.kill(pid, signal.SIGKILL)
+    [[error]] = await batch.ended()
+    assert error.message.endswith("its host process was killed by signal 9 (SIGKILL; out of memory?)")
+    await unloading
+    assert model.restarts == 0
+
+
+async def test_whoever_asks_if_a_model_is_ready_hears_that_it_is_unloaded_meanwhile(lab, tmp_path):
+    count = tmp_path / "count"
+    model = await lab.load("Readiness", {**STRINGS, **parameters(answer="hang", count=str(count))})
+    asking = asyncio.create_task(model.is_ready())
+    await until(count.exists)
+    await model.close(timeout_s=0.05)
+    with pytest.raises(Unavailable, match=r"^model 'm' version 1 was unloaded$"):
+        await asking
+
+
+async def test_to_kill_a_process_that_has_been_waited_for_is_no_error():
+    process = subprocess.Popen(["sleep", "100"])  # noqa: ASYNC220 - it only starts
+    child = Child(asyncio.get_running_loop(), process.pid, os.pidfd_open(process.pid), None)
+    process.kill()
+    # Not with the loop, which shall not see the end yet.
+    process.wait()
+    child.kill()
+    await child.wait()
 
 
 async def test_backends_are_closed_when_their_model_is_unloaded(lab, tmp_path):
