@@ -12,12 +12,13 @@ from math import prod
 from time import monotonic_ns
 from typing import Any, Protocol
 
+import msgspec
 import numpy as np
 
 from naiad import datatypes
 from naiad.backends.api import Array, ArrayBackend, BackendResponse, ConfigDict, RequestBackend
 from naiad.datatypes import DataType
-from naiad.errors import Internal, InvalidArgument, NaiadError, ResourceExhausted
+from naiad.errors import Internal, InvalidArgument, NaiadError, ResourceExhausted, text_of
 from naiad.instances import arena
 from naiad.instances.composition import Composition, Shape
 from naiad.instances.frames import Details, Execute, Failure, Input, Output, Response, Results, failure
@@ -404,6 +405,14 @@ def _reshape_input(array: Array, spec: TensorSpec, batching: bool) -> Array:
     return array.reshape(_reshaped(array.shape, batching, spec.dims, spec.reshape))
 
 
+_parameters_decoder = msgspec.msgpack.Decoder(dict[str, ParameterValue])
+
+
+def _parameters(parameters: Mapping[str, ParameterValue]) -> dict[str, ParameterValue]:
+    """Parameters of a response, known to be fit to travel. Raises what the encoding raises."""
+    return _parameters_decoder.decode(msgspec.msgpack.encode(dict(parameters))) if parameters else {}
+
+
 _NO_DETAILS = Details("", (), {}, 0, 0, 0, 0)
 
 
@@ -595,6 +604,18 @@ class RequestExecution:
             return Response(index, None, {}, None, final), None
         if isinstance(result, NaiadError):
             return Response(index, None, {}, failure(result), final), None
+        try:
+            outputs, one_shot = self._placed(request, result, in_time)
+            return Response(index, outputs, _parameters(result.parameters), None, final), one_shot
+        except NaiadError:
+            raise
+        except Exception as error:
+            # Elements whose str() fails, text that is no Unicode, no memory.
+            raise Internal(f"model '{self._signature.model}': a response cannot be sent: {text_of(error)}") from error
+
+    def _placed(
+        self, request: HostRequest, result: BackendResponse, in_time: bool
+    ) -> tuple[list[Output], OneShot | None]:
         packed = []
         batching = self._signature.batching
         for name, array in result.outputs.items():
@@ -615,8 +636,7 @@ class RequestExecution:
             if spec is not None and spec.reshape is not None and array.ndim == len(spec.reshape) + batching:
                 array = array.reshape(_reshaped(array.shape, batching, spec.reshape, spec.dims))
             packed.append(_Packed(name, datatype, array, None))
-        outputs, one_shot = self._outputs.place(packed, in_time)
-        return Response(index, outputs, dict(result.parameters), None, final), one_shot
+        return self._outputs.place(packed, in_time)
 
     def _requests(self, frame: Execute, data: memoryview, copy: bool) -> list[HostRequest]:
         count = len(frame.rows)

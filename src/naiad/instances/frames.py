@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from naiad import errors
-from naiad.errors import NaiadError
+from naiad.errors import NaiadError, text_of
 from naiad.messages import ParameterValue
 
 _KINDS: dict[str, type[NaiadError]] = {
@@ -30,9 +30,9 @@ class Failure(msgspec.Struct, array_like=True):
 
 def failure(error: BaseException) -> Failure:
     """The frame of an exception. One that is no NaiadError becomes Internal with its own text."""
+    text = text_of(error)
     if isinstance(error, NaiadError):
-        return Failure(type(error).__name__, error.message)
-    text = str(error)
+        return Failure(type(error).__name__, text)
     # The text of a KeyError is the key; some exceptions have none.
     if not text or isinstance(error, KeyError):
         text = f"{type(error).__name__}: {text}".removesuffix(": ")

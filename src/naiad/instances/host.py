@@ -5,6 +5,7 @@ process. The main thread loads models. Each instance has a thread that waits on 
 batch changes hands nowhere; a host of a single instance runs it in the main thread, as model code may expect.
 """
 
+import contextlib
 import os
 import queue
 import signal
@@ -19,7 +20,7 @@ from typing import Any
 import msgspec
 
 from naiad.backends.api import InstanceContext, ModelContext
-from naiad.errors import NaiadError, Unavailable
+from naiad.errors import NaiadError, Unavailable, text_of
 from naiad.instances import arena
 from naiad.instances.channel import BlockingChannel
 from naiad.instances.execution import ArrayExecution, OneShot, RequestExecution, Signature, execution
@@ -141,12 +142,33 @@ class Host:
         self._calls: dict[int, queue.SimpleQueue[Answer]] = {}
         self._call_count = 0
         self._call_lock = threading.Lock()
+        self._links: set[SocketLink] = set()
+        self._is_fork = False
+        os.register_at_fork(after_in_child=self._forked)
+
+    def _forked(self) -> None:
+        """Model code has forked: the child has this host's sockets, but is not this host and must answer nothing."""
+        self._is_fork = True
+        for link in self._links:
+            link.close()
+
+    def _end_if_forked(self) -> None:
+        """Where model code has come back to us, in a child that did not end by itself."""
+        if self._is_fork:
+            os._exit(0)
 
     def send(self, frame: Reply | Log | Call) -> None:
         self._control.send(frame)
 
+    def reply(self, frame: Reply) -> None:
+        self._end_if_forked()
+        self.send(frame)
+
     def call(self, model: int, method: str, arguments: Any) -> Any:
         """Asks the server and waits. Raises NaiadError; Unavailable if the server is gone."""
+        if self._is_fork:
+            # Nobody would hear the answer.
+            raise Unavailable("a process that model code has forked cannot ask the server for anything")
         answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
         with self._call_lock:
             self._call_count += 1
@@ -154,8 +176,11 @@ class Host:
             self._calls[number] = answers
         try:
             self.send(Call(number, model, method, arguments))
-        except OSError as error:
-            raise Unavailable("the server has ended") from error
+        except BaseException as error:
+            self._calls.pop(number, None)
+            if isinstance(error, OSError):
+                raise Unavailable("the server has ended") from error
+            raise
         answer = answers.get()
         if answer.failure is not None:
             raise answer.failure.error()
@@ -201,7 +226,7 @@ class Host:
             reply = Reply(frame.reply, self._backend.autocomplete(context), None)
         except BaseException as error:
             reply = Reply(frame.reply, None, failure(error))
-        self.send(reply)
+        self.reply(reply)
 
     def _is_ready(self, frame: IsReady) -> None:
         try:
@@ -209,7 +234,7 @@ class Host:
             reply = Reply(frame.reply, all(target.backend.is_ready() for target in targets), None)
         except BaseException as error:
             reply = Reply(frame.reply, None, failure(error))
-        self.send(reply)
+        self.reply(reply)
 
     def _checks_readiness(self, model: int) -> bool:
         targets = list(self._executions.items())
@@ -232,7 +257,7 @@ class Host:
 
                 def loaded(error: BaseException | None) -> None:
                     problem = None if error is None else failure(error)
-                    self.send(Reply(frame.reply, self._checks_readiness(frame.model), problem))
+                    self.reply(Reply(frame.reply, self._checks_readiness(frame.model), problem))
 
                 self._serve(frame, context, spec, link, loaded)
                 return
@@ -243,7 +268,7 @@ class Host:
             threads.append(thread)
             problem = outcome.get()
         checks_readiness = self._checks_readiness(frame.model)
-        self.send(Reply(frame.reply, checks_readiness, None if problem is None else failure(problem)))
+        self.reply(Reply(frame.reply, checks_readiness, None if problem is None else failure(problem)))
 
     def _serve(
         self,
@@ -254,12 +279,13 @@ class Host:
         loaded: Callable[[BaseException | None], None],
     ) -> None:
         """The life of an instance: construct, execute batch by batch, close."""
+        self._links.add(link)
         try:
             instance = InstanceContext(spec.name, spec.kind, spec.device_id)  # type: ignore[arg-type]
             signature = Signature(context.name, spec.name, context.config)
             target = execution(self._backend(context, instance), signature, link, frame.batch_byte_limit)
         except BaseException as error:
-            link.close()
+            self._close(link)
             loaded(error)
             return
         self._executions[frame.model, spec.name] = target
@@ -267,15 +293,23 @@ class Host:
         try:
             while (received := link.receive()) is not None:
                 target.execute(*received, monotonic_ns())
+                self._end_if_forked()
                 del received
         finally:
             del self._executions[frame.model, spec.name]
-            link.close()
+            self._close(link)
             try:
                 target.close()
             except BaseException as error:
-                self.send(Log(frame.model, "ERROR", f"closing instance '{spec.name}' failed: {error}", __file__, 0))
-            sys.stdout.flush()
+                text = f"closing instance '{spec.name}' failed: {text_of(error)}"
+                self.send(Log(frame.model, "ERROR", text, __file__, 0))
+            # Model code may have closed it, or put what it likes in its place.
+            with contextlib.suppress(Exception):
+                sys.stdout.flush()
+
+    def _close(self, link: SocketLink) -> None:
+        self._links.discard(link)
+        link.close()
 
 
 def ignore_signals() -> None:

@@ -256,7 +256,14 @@ class _EventLoop:
         self._thread.join(timeout=_CLOSE_S)
 
     def _work(self) -> None:
-        self._loop.run_forever()
+        is_stopped = False
+        while not is_stopped:
+            try:
+                self._loop.run_forever()
+                is_stopped = True
+            except (SystemExit, KeyboardInterrupt):
+                # Of a coroutine, whose result it is too: whoever waits for that has yet to hear of it.
+                continue
         self._loop.run_until_complete(_cancel(asyncio.all_tasks(self._loop)))
         self._loop.close()
 

@@ -5,6 +5,7 @@ a note here, and a thread does what is to be done.
 """
 
 import functools
+import sys
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
@@ -23,4 +24,8 @@ def endings() -> "SimpleQueue[Ending]":
 
 def _work(queue: "SimpleQueue[Ending]") -> None:
     while True:
-        queue.get()()
+        try:
+            queue.get()()
+        except Exception:
+            # One that fails must not keep others from their end.
+            sys.excepthook(*sys.exc_info())

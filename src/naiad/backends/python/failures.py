@@ -2,7 +2,7 @@
 
 from types import FrameType
 
-from naiad.errors import NaiadError
+from naiad.errors import NaiadError, text_of
 
 #: Modules whose frames are not the model's. Triton's own part is not Python, so its texts do not show it either.
 _OWN = "naiad."
@@ -24,8 +24,8 @@ def exception_text(error: BaseException) -> str:
     stands for itself.
     """
     if isinstance(error, NaiadError):
-        return error.message
-    text = f"{type(error).__name__}: {error}"
+        return text_of(error)
+    text = f"{type(error).__name__}: {text_of(error)}"
     traceback = error.__traceback__
     if traceback is None:
         return text
