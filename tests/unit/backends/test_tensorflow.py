@@ -201,6 +201,21 @@ def test_graphs_of_other_tags_have_their_own_operations(context: Context) -> Non
     assert answer(TensorflowBackend(made, CPU)).tolist() == [[101, 102, 103, 104]]
 
 
+def test_a_frozen_model_still_lists_its_variables(context: Context, services: Services) -> None:
+    """The values are constants of the graph, their file is gone; what would restore them is still there."""
+
+    def write(path: Path) -> None:
+        with tf.Graph().as_default(), v1.Session() as session:
+            x = v1.placeholder(tf.float32, [None, 4], "in")
+            v1.get_variable("unused", initializer=1.0, use_resource=True)
+            session.run(v1.global_variables_initializer())
+            v1.saved_model.simple_save(session, str(path), {"x": x}, {"y": x * 2.0})
+        shutil.rmtree(path / "variables")
+
+    assert answer(TensorflowBackend(context(SAVED_MODEL, write, **BATCH), CPU)).tolist() == [[2, 4, 6, 8]]
+    assert "the SavedModel of 'm' has no variables, none were restored" in services.lines
+
+
 def test_keras_models_serve_as_exported(context: Context) -> None:
     keras = pytest.importorskip("keras")
     model = keras.Sequential(

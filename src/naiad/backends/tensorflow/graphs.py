@@ -192,7 +192,7 @@ class GraphSession:
                 self._session = tf.compat.v1.Session(graph=graph, config=config)
                 self._check_device(model, instance)
                 with graph.as_default(), graph.device(device):
-                    tf.compat.v1.saved_model.loader.load(self._session, tags, str(model.path), clear_devices=placed)
+                    self._load_saved_model(model, graph, tags, clear_devices=placed)
             else:
                 graph_def = read_graph_def(model)
                 graph = import_graph_def(graph_def, device, clear_devices=placed)
@@ -205,6 +205,17 @@ class GraphSession:
             raise
         except Exception as error:
             raise translated(error) from error
+
+    def _load_saved_model(self, model: ModelContext, graph: Any, tags: list[str], clear_devices: bool) -> None:
+        loader = loader_impl.SavedModelLoader(str(model.path))
+        saver, _ = loader.load_graph(graph, tags, clear_devices=clear_devices)
+        # Of a model that was frozen there may be what restores variables, and no file of them. TensorFlow's loader in
+        # C++, which is Triton's, goes on; that in Python does not.
+        if saver is None or (model.path / "variables" / "variables.index").is_file():
+            loader.restore_variables(self._session, saver)
+        else:
+            log(model, "WARNING", f"the SavedModel of '{model.name}' has no variables, none were restored")
+        loader.run_init_ops(self._session, tags)
 
     def call(self, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> "Call":
         """Runs the graph from `inputs` to `outputs`, names of the signature."""
