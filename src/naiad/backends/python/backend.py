@@ -9,6 +9,7 @@ import json
 import threading
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from naiad.backends.api import (
@@ -54,7 +55,7 @@ class PythonBackend(RequestBackend):
     @classmethod
     def autocomplete(cls, model: ModelContext) -> ConfigDict | None:
         """The configuration as `auto_complete_config` of the model's class has completed it."""
-        current.enter(current.Instance(model.name, model.services, model.path.parent))
+        current.enter(current.Instance(model.name, model.services, _model_folder(model)))
         try:
             python_class = model_class(model.path)
             if not hasattr(python_class, "auto_complete_config"):
@@ -75,7 +76,7 @@ class PythonBackend(RequestBackend):
         self._is_decoupled = bool(model.config.get("model_transaction_policy", {}).get("decoupled", False))
         self._is_iterative = bool(model.config.get("sequence_batching", {}).get("iterative_sequence", False))
         self._loop: _EventLoop | None = None
-        self._instance = current.Instance(instance.name, model.services, model.path.parent)
+        self._instance = current.Instance(instance.name, model.services, _model_folder(model))
         current.enter(self._instance)
         try:
             self._model = model_class(model.path)()
@@ -279,6 +280,12 @@ def _result(response: InferenceResponse, source: BackendRequest) -> BackendRespo
         return result(response, source.outputs)
     except Exception as error:  # a tensor that cannot be fetched from its GPU
         return Internal(exception_text(error))
+
+
+def _model_folder(model: ModelContext) -> Path:
+    """Where model code looks for the files of its model: also that of a Python-based backend, which lies elsewhere."""
+    folder = model.path.parent
+    return folder if folder.is_relative_to(model.version_directory) else model.version_directory
 
 
 def _arguments(model: ModelContext, instance: InstanceContext) -> dict[str, str]:

@@ -3,6 +3,7 @@
 import json
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -417,6 +418,20 @@ def test_utilities_outside_of_a_model_say_so(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(current, "_instance", None)
     with pytest.raises(pb_utils.TritonModelException, match="works only inside of a model"):
         pb_utils.get_model_dir()
+
+
+def test_a_python_based_backend_finds_the_files_of_its_model(tmp_path: Path) -> None:
+    path = tmp_path / "backends" / "shared" / "model.py"
+    path.parent.mkdir(parents=True)
+    path.write_text(
+        "import triton_python_backend_utils as pb_utils\n"
+        "class TritonPythonModel:\n"
+        "    def initialize(self, args):\n"
+        "        global seen\n"
+        "        seen = pb_utils.get_model_dir()\n"
+    )
+    PythonBackend(replace(context(write(tmp_path, "", version=2)), path=path), InstanceContext("m_0_0", "KIND_CPU"))
+    assert sys.modules["model"].seen == str(tmp_path / "m" / "2")
 
 
 def test_no_thread_is_started_for_a_plain_model(tmp_path: Path) -> None:
