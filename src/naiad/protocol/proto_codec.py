@@ -73,6 +73,8 @@ _RESPONSE_OUTPUT_TAG = bytes((5 << 3 | 2,))
 _STREAM_ERROR_TAG = bytes((1 << 3 | 2,))
 _STREAM_RESPONSE_TAG = bytes((2 << 3 | 2,))
 _EMPTY_RAW_OUTPUT = _RAW_OUTPUT_TAG + b"\0"
+#: What no number on the wire exceeds: ten bytes of seven bits each.
+_VARINT_BITS = 70
 
 
 def _varint(value: int) -> bytes:
@@ -87,15 +89,16 @@ def _varint(value: int) -> bytes:
 
 
 def _read_varint(data: bytes, at: int) -> tuple[int, int]:
-    """`(value, where it ends)`. Raises IndexError at the end of the data."""
+    """`(value, where it ends)` of a number. Raises IndexError at the end of the data, and where it does not end in ten bytes."""
     value = shift = 0
-    while True:
+    while shift < _VARINT_BITS:
         byte = data[at]
         at += 1
         value |= (byte & 0x7F) << shift
         if byte < 0x80:
             return value, at
         shift += 7
+    raise IndexError
 
 
 def _split(data: bytes) -> tuple[bytes, list[memoryview]] | None:

@@ -352,6 +352,9 @@ def test_what_is_no_message() -> None:
         parse_request(b"\xff\xff\xff")
     with pytest.raises(InvalidArgument, match="not a valid ModelInferRequest"):
         parse_request(b"\xff" * SPLIT_BYTE_SIZE)
+    # A size that goes on and on is not read to its end, which takes the square of its length.
+    with pytest.raises(InvalidArgument, match="not a valid ModelInferRequest"):
+        parse_request(b"\x3a" + b"\xff" * 4_000_000)
 
 
 # ---------------------------------------------------------------- wire format
@@ -395,6 +398,18 @@ def test_splitting_loses_nothing(request: Any, unknown: bool) -> None:
     rest = pb.ModelInferRequest.FromString(split[0])
     rest.raw_input_contents.extend(bytes(each) for each in split[1])
     assert rest == request
+
+
+@pytest.mark.parametrize("count", [1, 4, 9, 10, 40])
+def test_sizes_that_are_longer_than_need_be_are_read_as_protobuf_reads_them(count: int) -> None:
+    data = b"\x3a" + b"\x80" * count + b"\0"
+    if count < 10:
+        assert proto_codec._split(data) == (b"", [b""])
+        assert list(pb.ModelInferRequest.FromString(data).raw_input_contents) == [b""]
+    else:
+        assert proto_codec._split(data) is None
+        with pytest.raises(InvalidArgument):
+            parse_request(data)
 
 
 @given(data=st.binary(max_size=80))

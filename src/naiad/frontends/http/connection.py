@@ -415,8 +415,10 @@ class Connection(asyncio.BufferedProtocol):
         try:
             chunks.feed(data)
         except httptools.HttpParserError as error:
-            self._refuse(400, f"malformed HTTP request: {error}")
-            return
+            if not chunks.is_complete:
+                self._refuse(400, f"malformed HTTP request: {error}")
+                return
+            chunks.is_followed = True
         if chunks.size > MAX_BODY:
             self._refuse(413, f"a body of more than {MAX_BODY} bytes is not accepted")
         elif chunks.count > MAX_CHUNKS:

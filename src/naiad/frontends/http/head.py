@@ -93,7 +93,7 @@ class Chunks:
         self.size = 0
         self.count = 0
         self.is_complete = False
-        #: Another request began behind this one, in the same read.
+        #: Something came behind this request, in the same read.
         self.is_followed = False
         self._parser = _parser(self)
         self._parser.feed_data(head)

@@ -171,6 +171,14 @@ async def test_chunked_bodies() -> None:
         assert echo.bodies == [b"abcdefg"] * 2
 
 
+async def test_what_follows_a_chunked_request_does_it_no_harm() -> None:
+    head = b"POST /c HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n"
+    async with client() as (_, reader, writer):
+        answer = await ask(reader, writer, head + b"1\r\nx\r\n0\r\n\r\n\1no request")
+        assert (answer.body, answer.headers["connection"]) == (b"POST /c 1", "close")
+        assert await reader.read() == b""
+
+
 async def test_too_many_chunks_are_refused() -> None:
     head = b"POST /c HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n"
     async with client() as (_, reader, writer):
