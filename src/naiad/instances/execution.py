@@ -488,6 +488,9 @@ class RequestExecution:
         self._executing = 0
         self._collected: list[Response] = []
         self._open: dict[int, list[HostRequest]] = {}
+        #: The newest batch that has begun, and the requests of later ones whose clients have left already.
+        self._begun = 0
+        self._left: list[tuple[int, int]] = []
 
     def execute(self, frame: Execute, data: memoryview, received_ns: int) -> None:
         """Runs a batch and sends what is answered until it returns, whatever happens."""
@@ -506,6 +509,9 @@ class RequestExecution:
         try:
             requests = self._requests(frame, data, not frame.one_shot and in_use is None)
             self._open[frame.batch] = requests
+            self._begun = frame.batch
+            if self._left:
+                self._cancel_left(requests)
             inputs_ns = monotonic_ns()
             self.backend.execute(requests)
         except BaseException as error:
@@ -532,10 +538,20 @@ class RequestExecution:
             self._link.send(Results(frame.batch, None, collected, problem, times, 0, keeps_inputs), None)
 
     def cancel(self, batch: int, index: int) -> None:
-        """From the control thread."""
+        """From the control thread, which may hear of it before the instance's thread has the batch."""
         requests = self._open.get(batch)
+        if requests is None and batch > self._begun:
+            self._left.append((batch, index))
+            # It may have begun meanwhile, without having seen that.
+            requests = self._open.get(batch)
         if requests is not None and index < len(requests):
             requests[index]._cancelled = True
+
+    def _cancel_left(self, requests: Sequence[HostRequest]) -> None:
+        left, self._left = self._left, []
+        for batch, index in left:
+            if batch == self._begun and index < len(requests):
+                requests[index]._cancelled = True
 
     def close(self) -> None:
         self.backend.close()

@@ -143,6 +143,9 @@ class Zygote:
             for pidfd in self._children:
                 os.close(pidfd)
             name_process(f"naiad:{fork.name}")
+            if (random := sys.modules.get("numpy.random")) is not None:
+                # Else all hosts draw the same numbers; Python's own generator sees to that itself.
+                random.seed()
             for setter in self._openblas:
                 setter(self._openblas_threads)
             assert self._backend is not None

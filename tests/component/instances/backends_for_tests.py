@@ -7,6 +7,7 @@ import threading
 import time
 
 import numpy as np
+import numpy.random
 
 from naiad.backends.api import ArrayBackend, BackendResponse, RequestBackend
 from naiad.errors import InvalidArgument
@@ -98,6 +99,8 @@ class Misbehaving(Identity):
             with open("/proc/self/maps") as maps:
                 path = next(line.split()[-1] for line in maps if "openblas" in line)
             result = np.full_like(result, str(ctypes.CDLL(path).scipy_openblas_get_num_threads64_()).encode())
+        elif what == "random":
+            result = np.full_like(result, str(numpy.random.rand()).encode())
         elif what == "environment":
             result = np.full_like(result, os.environ.get(argument, "unset").encode())
         return {"OUTPUT0": result}

@@ -355,6 +355,19 @@ async def test_model_code_learns_that_a_client_has_left(both):
     await batch.ended()
 
 
+async def test_model_code_learns_of_a_client_that_leaves_before_its_request_arrives(make_lab):
+    """What is told by one socket may overtake what is sent by another, surely so where a thread copies inputs first."""
+    async with make_lab(limits=Limits(arena=2**20)) as lab:
+        model = await lab.load("Counting", config("INT32", [-1], **DECOUPLED))
+        (instance,) = model.instances
+        for inputs in np.full(3_000_000, -1, np.int32), np.int32([-1, 0]):
+            batch = Batch(request(inputs), rows=[1])
+            instance.execute(batch)
+            instance.cancel(batch, 0)
+            await batch.ended()
+            await available(instance)
+
+
 async def test_unloading_fails_decoupled_requests_that_do_not_end(both):
     model = await both.load("Counting", config("INT32", [-1], max_batch_size=8, **DECOUPLED))
     batch = Batch(request(np.int32([[-1, 0]])))

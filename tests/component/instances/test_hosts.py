@@ -381,6 +381,11 @@ async def test_hosts_are_named_for_ps(lab):
         assert name.read() == "naiad:add_sub\n"
 
 
+async def test_hosts_draw_different_random_numbers(lab):
+    models = [await lab.load("Misbehaving", STRINGS, name=name) for name in "abc"]
+    assert len({output(await say(model.instances[0], "random")) for model in models}) == 3
+
+
 async def test_hosts_have_the_environment_and_threads_of_the_user(make_lab, monkeypatch):
     for value in "unset", "3":
         if value == "unset":
