@@ -119,7 +119,7 @@ class ModelLoader:
         try:
             instances = await hosted.load(config.as_dict(), [context for _, context in placed])
             statistics = ModelStatistics(config.name, str(version), infer=self._infer_statistics())
-            await warm_up(config, version, Path(draft.directory), instances)
+            await warm_up(config, version, Path(draft.directory), instances, self._log)
             instances = self._limiter.limited(instances, claims)
             scheduler = await self._scheduler(draft, config, instances, statistics)
         except BaseException:

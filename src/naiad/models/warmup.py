@@ -20,19 +20,20 @@ from naiad.messages import InferRequest, Result, SequenceControl, Tensor
 from naiad.models.check import RequestCheck
 from naiad.scheduling.controls import Controls, elements
 from naiad.scheduling.states import States, read_initial_states
+from naiad.telemetry.log import Log
 
 _RANDOM_SEED = 0
 #: How texts begin that name a request without an id.
 _LABEL = InferRequest("", ()).label
 
 
-async def warm_up(config: ModelConfig, version: int, directory: Path, instances: Sequence[Instance]) -> None:
+async def warm_up(config: ModelConfig, version: int, directory: Path, instances: Sequence[Instance], log: Log) -> None:
     """Runs all samples, instance beside instance. Raises the error of the first sample that is wrong or fails."""
     if not config.warmup:
         return
     batches = await asyncio.to_thread(lambda: list(samples_of(config, version, directory)))
     outcomes = await asyncio.gather(
-        *(_run_all(config.name, batches, instance) for instance in instances), return_exceptions=True
+        *(_run_all(config.name, batches, instance, log) for instance in instances), return_exceptions=True
     )
     for outcome in outcomes:
         if isinstance(outcome, BaseException):
@@ -114,9 +115,15 @@ def _random(datatype: DataType, count: int) -> bytes:
     return generator.random(count).astype(datatype.numpy).tobytes()
 
 
-async def _run_all(model: str, batches: list[tuple[WarmupSample, list[InferRequest]]], instance: Instance) -> None:
+async def _run_all(
+    model: str, batches: list[tuple[WarmupSample, list[InferRequest]]], instance: Instance, log: Log
+) -> None:
     for sample, requests in batches:
-        for _ in range(sample.count):
+        for iteration in range(1, sample.count + 1):
+            log.verbose(
+                f"model '{model}' instance {instance.name} is running warmup sample '{sample.name}' "
+                f"for iteration {iteration}"
+            )
             try:
                 await _Run(instance, requests).ended
             except NaiadError as error:

@@ -11,6 +11,7 @@ from naiad.errors import Internal, InvalidArgument, NaiadError, Unavailable
 from naiad.instances.instance import ComputeTimes
 from naiad.messages import InferResponse, SequenceControl
 from naiad.models.warmup import samples_of, warm_up
+from naiad.telemetry.log import Log
 
 SEQUENCE = """sequence_batching {
     control_input { name: "S" control { kind: CONTROL_SEQUENCE_START int32_false_true: [ 0, 1 ] } }
@@ -154,27 +155,35 @@ class FakeInstance:
 
 async def test_every_sample_runs_so_often_on_every_instance(tmp_path):
     instances = [FakeInstance(), FakeInstance(responses=0)]
-    await warm_up(config(sample("zero_data: true", batch_size=2), count=3), 1, tmp_path, instances)
+    log = Log()
+    log.configure(verbose=1, file=str(tmp_path / "log"))
+    await warm_up(config(sample("zero_data: true", batch_size=2), count=3), 1, tmp_path, instances, log)
     assert [instance.executed for instance in instances] == [3, 3]
+    log.close()
+    logged = (tmp_path / "log").read_text()
+    assert [logged.count(f"model 'm' instance i is running warmup sample 's' for iteration {n}") for n in (1, 3)] == [
+        2,
+        2,
+    ]
 
 
 @pytest.mark.parametrize("error", [Internal("An Error Occurred"), InvalidArgument("An Error Occurred")])
 async def test_a_failing_sample_is_named(tmp_path, error):
     with pytest.raises(InvalidArgument) as caught:
-        await warm_up(config(sample("zero_data: true")), 1, tmp_path, [FakeInstance(), FakeInstance(error)])
+        await warm_up(config(sample("zero_data: true")), 1, tmp_path, [FakeInstance(), FakeInstance(error)], Log())
     assert caught.value.message == "failed to run warmup sample 's': An Error Occurred; "
 
 
 async def test_an_instance_that_is_gone_fails_the_load(tmp_path):
     instance = FakeInstance(Unavailable("host process 'm' exited"))
     with pytest.raises(NaiadError, match="failed to run warmup sample 's': host process 'm' exited"):
-        await warm_up(config(sample("zero_data: true"), count=2), 1, tmp_path, [instance])
+        await warm_up(config(sample("zero_data: true"), count=2), 1, tmp_path, [instance], Log())
     instance.is_available = False
     with pytest.raises(NaiadError, match="instance 'i' is not available"):
-        await warm_up(config(sample("zero_data: true")), 1, tmp_path, [instance])
+        await warm_up(config(sample("zero_data: true")), 1, tmp_path, [instance], Log())
 
 
 async def test_without_samples_nothing_runs(tmp_path):
     instance = FakeInstance()
-    await warm_up(config("batch_size: 0"), 1, tmp_path, [instance])
+    await warm_up(config("batch_size: 0"), 1, tmp_path, [instance], Log())
     assert instance.executed == 0
