@@ -16,6 +16,8 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
+from naiad.errors import ResourceExhausted
+
 T = TypeVar("T")
 
 _HEADER = struct.Struct("<II")
@@ -35,10 +37,16 @@ class BrokenFrame(Exception):
 
 
 def encode(message: Any, fds: Sequence[int] = (), into: bytearray | None = None) -> bytearray:
-    """The bytes of a frame, written to `into` if given."""
+    """The bytes of a frame, written to `into` if given. Raises ResourceExhausted for one the peer would not take."""
     frame = bytearray(_HEADER.size) if into is None else into
     _encoder.encode_into(message, frame, _HEADER.size)
-    _HEADER.pack_into(frame, 0, len(frame) - _HEADER.size, len(fds))
+    size = len(frame) - _HEADER.size
+    if size > _MESSAGE_LIMIT:
+        del frame[_HEADER.size :]
+        raise ResourceExhausted(
+            f"a message of {size} bytes between the server and a model's process, the limit is {_MESSAGE_LIMIT}"
+        )
+    _HEADER.pack_into(frame, 0, size, len(fds))
     return frame
 
 

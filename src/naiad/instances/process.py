@@ -702,7 +702,7 @@ class Host:
             answer = Answer(call.call, None, failure(error))
         try:
             control.send(answer)
-        except TypeError as error:
+        except (TypeError, NaiadError) as error:
             control.send(Answer(call.call, None, failure(Internal(f"'{call.method}': {error}"))))
 
     def _caller_gone(self, number: int) -> None:

@@ -4,10 +4,12 @@ import asyncio
 import socket
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
+from naiad.instances import channel
 from naiad.instances.channel import encode
-from naiad.instances.frames import Call, VersionSpec
+from naiad.instances.frames import Call, ToHost, VersionSpec
 from naiad.instances.process import Host, Limits, Tenant
 from naiad.instances.restart import RestartPolicy
 
@@ -67,3 +69,21 @@ async def test_what_a_process_asked_for_just_before_its_end_is_not_begun(environ
     environment.child.on_end("exited with code 1")
     await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()})
     assert set(asked) <= set(gone)
+
+
+async def test_an_answer_that_is_too_large_for_a_frame_is_an_error(environment, monkeypatch):
+    monkeypatch.setattr(channel, "_MESSAGE_LIMIT", 1000)
+
+    async def on_call(caller, method, arguments):
+        return bytes(arguments)
+
+    host, tenant = host_in(environment, on_call, lambda caller: None)
+    environment.may_fork.set()
+    await host.start()
+    answers = []
+    for size in 2000, 5:
+        environment.process.send(encode(Call(size, tenant.number, "infer", size)))
+        frame = await asyncio.wait_for(asyncio.get_running_loop().sock_recv(environment.process, 5000), 20)
+        answers.append(msgspec.msgpack.decode(frame[8:], type=ToHost))
+    assert "'infer': a message of 20" in answers[0].failure.message
+    assert answers[1].value == bytes(5)
