@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Self
 
-from naiad.errors import Unavailable
+from naiad.frontends.addresses import cannot_listen
 from naiad.frontends.grpc.options import GrpcOptions
 from naiad.frontends.grpc.server import GrpcFrontend
 from naiad.frontends.grpc.servicer import Method
@@ -55,10 +55,7 @@ async def listen(
         try:
             await listening.enter(grpc)
         except OSError as error:
-            raise Unavailable(
-                f"failed to start gRPC service at {options.grpc_address}:{options.grpc_port}: {error}. "
-                "Choose another address or port, or end what uses it."
-            ) from error
+            raise cannot_listen("GRPC service", options.grpc_address, options.grpc_port, error) from error
         log.info(f"Started GRPCInferenceService at {options.grpc_address}:{grpc.port}")
     if options.allow_http:
         http = HttpFrontend(

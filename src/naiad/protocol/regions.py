@@ -273,13 +273,13 @@ class Regions:
 
     def register_system(self, name: str, key: str, offset: int, byte_size: int, local: bool = True) -> None:
         """Registers `byte_size` bytes from `offset` on of the POSIX shared memory object `key`."""
-        self._admit(name, "system", local)
+        self._admit(name, local)
         memory = self._open(name, key, offset, byte_size)
         self._regions[name] = _Region(memory, byte_size, key=key, offset=offset)
 
     def register_cuda(self, name: str, raw_handle: bytes, device_id: int, byte_size: int, local: bool = True) -> None:
         """Registers the device memory behind a 64-byte CUDA IPC handle."""
-        self._admit(name, "cuda", local)
+        self._admit(name, local)
         self._regions[name] = _Region(_open_cuda(raw_handle, device_id), byte_size, device_id=device_id)
 
     def adopt_system(self, name: str, fd: int, key: str, offset: int, byte_size: int, on_use: OnUse) -> None:
@@ -333,10 +333,8 @@ class Regions:
                 "Client shared memory is disabled. Start the server with '--allow-client-shm=true' to enable."
             )
 
-    def _admit(self, name: str, kind: str, local: bool) -> None:
+    def _admit(self, name: str, local: bool) -> None:
         self._permit(local)
-        if not name:
-            raise InvalidArgument(f"'region name' is necessary to register {kind} shared memory region")
         if name in self._regions:
             raise AlreadyExists(f"shared memory region '{name}' already in manager")
         if len(self._regions) >= self._limit:

@@ -80,7 +80,7 @@ class NativeServer:
                 reuse_port=options.reuse_port,
             )
         except OSError as error:
-            raise OSError(f"gRPC cannot listen at {options.target}: {error}") from error
+            raise OSError(error.errno, f"gRPC cannot listen at {options.target}: {error.strerror}") from error
 
     async def stop(self, grace_s: float) -> None:
         """Refuses new calls, waits up to `grace_s` for those that run, then cancels them."""

@@ -7,6 +7,7 @@ from contextlib import suppress
 from typing import Self
 
 from naiad.errors import Unavailable
+from naiad.frontends.addresses import cannot_listen
 from naiad.frontends.http.connection import Application, Connection, Connections
 
 _BACKLOG = 1024
@@ -96,7 +97,4 @@ class Listener:
         return bound
 
     def _refused(self, error: OSError) -> Unavailable:
-        return Unavailable(
-            f"failed to start {self._what} at {self._address}:{self._port}: {error.strerror or error}. "
-            "Choose another address or port, or end what uses it."
-        )
+        return cannot_listen(self._what, self._address, self._port, error)

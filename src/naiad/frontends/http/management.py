@@ -136,6 +136,7 @@ class Management:
         reply_json(exchange, documents.system_regions(self._region_registry().status_system(name)))
 
     async def system_register(self, exchange: Exchange, name: str) -> None:
+        _expect_region_name(name, "system")
         document = parse(exchange.body)
         if type(document) is not dict or "key" not in document:
             raise InvalidArgument("Shared memory register request has no 'key' field")
@@ -155,6 +156,7 @@ class Management:
         reply_json(exchange, documents.cuda_regions(self._region_registry().status_cuda(name)))
 
     async def cuda_register(self, exchange: Exchange, name: str) -> None:
+        _expect_region_name(name, "cuda")
         document = parse(exchange.body)
         if type(document) is not dict or "raw_handle" not in document:
             raise InvalidArgument("Shared memory register request has no 'raw_handle' field")
@@ -205,6 +207,12 @@ def _document(exchange: Exchange) -> Mapping[str, Any]:
         return {}
     document = parse(body)
     return document if type(document) is dict else {}
+
+
+def _expect_region_name(name: str, kind: str) -> None:
+    # Over gRPC the empty name is one like others.
+    if not name:
+        raise InvalidArgument(f"'region name' is necessary to register {kind} shared memory region")
 
 
 def _from_base64(text: str, complaint: str) -> bytes:

@@ -31,7 +31,7 @@ class MetricsFrontend:
     ) -> None:
         self._renders = {"/metrics": render, "/metrics/all": render_all}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._listener = Listener(self, "metrics service", address, port, reuse_port=reuse_port, grace_s=1.0)
+        self._listener = Listener(self, "Metrics service", address, port, reuse_port=reuse_port, grace_s=1.0)
 
     @property
     def bound_port(self) -> int:

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from typing import Self
 
 from naiad.errors import NaiadError, Unavailable
+from naiad.frontends.addresses import cannot_listen
 from naiad.frontends.processes.frames import Known, ModelChange, Start, Stop, ToFrontend, Tracing, Version
 from naiad.frontends.processes.link import Behind, Link
 from naiad.instances.environment import exit_text
@@ -123,7 +124,7 @@ class FrontEndProcesses:
         http_port, grpc_port = options.http_port, options.grpc_port
         if options.allow_grpc:
             address = options.grpc_address
-            grpc_port = self._reserve("gRPC service", address, grpc_port, options.reuse_grpc_port)
+            grpc_port = self._reserve("GRPC service", address, grpc_port, options.reuse_grpc_port)
         if options.allow_http:
             http_port = self._reserve("HTTP service", options.http_address, http_port, options.reuse_http_port)
         return dataclasses.replace(
@@ -145,10 +146,7 @@ class FrontEndProcesses:
             reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             reserved.bind((family[4][0], port, *family[4][2:]))
         except OSError as error:
-            raise Unavailable(
-                f"failed to start {what} at {address}:{port}: {error.strerror or error}. "
-                "Choose another address or port, or end what uses it."
-            ) from error
+            raise cannot_listen(what, address, port, error) from error
         return int(reserved.getsockname()[1])
 
     # ---------------------------------------------------------------- processes

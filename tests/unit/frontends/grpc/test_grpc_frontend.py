@@ -488,6 +488,12 @@ async def test_the_repository(connect: Connect) -> None:
             "Unable to find system shared memory region: 'ghost'",
         ),
         (
+            "SystemSharedMemoryRegister",
+            pb.SystemSharedMemoryRegisterRequest(),
+            StatusCode.INTERNAL,
+            "Unable to open shared memory region: ''",
+        ),
+        (
             "CudaSharedMemoryRegister",
             pb.CudaSharedMemoryRegisterRequest(name="c", raw_handle=b"short", byte_size=64),
             StatusCode.INVALID_ARGUMENT,

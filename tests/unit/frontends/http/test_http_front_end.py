@@ -378,7 +378,10 @@ class TestLifecycle:
             taken.listen()
             port = taken.getsockname()[1]
             front_end = HttpFrontend(engine, address="127.0.0.1", port=port)
-            with pytest.raises(Unavailable, match=rf"HTTP service at 127.0.0.1:{port}: Address already in use"):
+            with pytest.raises(
+                Unavailable,
+                match=rf"^failed to start HTTP service: Unavailable - Socket '127.0.0.1:{port}' already in use",
+            ):
                 await front_end.__aenter__()
 
     async def test_port_shared_on_request(self, engine: FakeEngine) -> None:
@@ -635,6 +638,14 @@ class TestManagement:
     async def test_register_errors(self, client: Client, path: str, body: Any, status: int, error: str) -> None:
         answer = await client.post(f"/v2/{path}sharedmemory/region/r/register", body)
         assert answer.error == (status, "application/json", error)
+
+    @pytest.mark.parametrize("kind", ["system", "cuda"])
+    async def test_registering_needs_a_name(self, client: Client, kind: str) -> None:
+        assert (await client.post(f"/v2/{kind}sharedmemory/register", b"no JSON")).error == (
+            400,
+            "application/json",
+            f"'region name' is necessary to register {kind} shared memory region",
+        )
 
     async def test_cuda_status(self, client: Client) -> None:
         assert (await client.get("/v2/cudasharedmemory/status")).json == []
