@@ -115,10 +115,13 @@ def _float(text: str) -> float:
 
 
 def _choice(flag: str, *choices: str) -> Callable[[str], str]:
+    """One of `choices`, in upper or lower case."""
+    by_lower = {choice.lower(): choice for choice in choices}
+
     def parse(text: str) -> str:
-        if text not in choices:
+        if text.lower() not in by_lower:
             raise ValueError(f"invalid argument for {flag}: '{text}'; expected one of {', '.join(choices)}")
-        return text
+        return by_lower[text.lower()]
 
     return parse
 
@@ -187,6 +190,7 @@ def _trace_setting(text: str) -> Setting:
             if value.lower() not in ("true", "on", "1", "min", "max", "off", "timestamps", "tensors"):
                 raise ValueError(f"invalid value for trace level option: {value.lower()}")
         elif key == "mode":
+            value = value.lower()
             if value not in ("triton", "opentelemetry"):
                 raise ValueError(
                     f'invalid value for trace mode option: {value}. Available options are "triton" and "opentelemetry"'

@@ -87,6 +87,9 @@ def test_booleans(text, value):
         ("allow_client_shm", ["1"], "true"),
         ("allow_client_shm", ["off"], "false"),
         ("model_config_name", ["h100"], "h100"),
+        ("model_control_mode", ["EXPLICIT"], "explicit"),
+        ("rate_limit", ["Execution_Count"], "execution_count"),
+        ("log_format", ["iso8601"], "ISO8601"),
         ("grpc_max_connection_age", ["1000"], 1000),
         (
             "http_restricted_api",
@@ -109,6 +112,7 @@ def test_values(name, texts, value):
         ("trace_config", "rate=5", Setting("", "rate", "5")),
         ("trace_config", "triton,file=/t.json", Setting("triton", "file", "/t.json")),
         ("trace_config", "level=TIMESTAMPS", Setting("", "level", "TIMESTAMPS")),
+        ("trace_config", "mode=OpenTelemetry", Setting("", "mode", "opentelemetry")),
         ("cache_config", "local,size=1048576", Setting("local", "size", "1048576")),
         ("rate_limit_resource", "R1:4", RateLimitResource("R1", 4)),
         ("rate_limit_resource", "R1:4:2", RateLimitResource("R1", 4, 2)),

@@ -51,12 +51,9 @@ def _inside(capsule: Any) -> _Tensor:
     return _Tensor.from_address(_capsule_pointer(capsule, b"dltensor"))
 
 
-def from_array(array: Array) -> Any:
-    """A capsule that shares the memory of `array` and keeps it alive."""
-    if not array.flags.writeable:
-        # numpy refuses to share read-only memory in this form of capsule; a model that writes there is told by
-        # the same rule as without DLPack: it must not.
-        array = np.asarray(_Memory(array)).view(array.dtype)
+def from_array(array: Array, owner: object) -> Any:
+    """A capsule that shares the memory of `array` and keeps it, and `owner`, alive."""
+    array = np.asarray(_Memory(array, owner)).view(array.dtype)
     if array.dtype != _BF16:
         return array.__dlpack__()
     capsule = array.view(np.uint16).__dlpack__()
@@ -65,10 +62,15 @@ def from_array(array: Array) -> Any:
 
 
 class _Memory:
-    """The memory of a read-only array, as memory that may be written to."""
+    """The memory of an array, as memory that may be written to.
 
-    def __init__(self, array: Array) -> None:
+    numpy refuses to share read-only memory in the older form of capsule; a model that writes there is told by the same
+    rule as without DLPack: it must not.
+    """
+
+    def __init__(self, array: Array, owner: object) -> None:
         self.array = array
+        self.owner = owner
         pointer, _ = array.__array_interface__["data"]
         self.__array_interface__ = {**array.__array_interface__, "data": (pointer, False)}
 

@@ -77,7 +77,7 @@ class Tensor:
             return self._device.capsule()
         if self._array.dtype.kind in "SUO":
             raise TritonModelException("DLPack does not have support for string tensors.")
-        return dlpack.from_array(self._array)
+        return dlpack.from_array(self._array, self)
 
     def __dlpack__(self, *, stream: Any = None, **options: Any) -> Any:
         return self.to_dlpack()

@@ -1,3 +1,5 @@
+import sys
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -72,6 +74,16 @@ def test_dlpack_shares_memory(dtype: str, by_capsule: bool, writeable: bool) -> 
     assert np.shares_memory(again.as_numpy(), array)
 
 
+def test_a_capsule_keeps_its_tensor() -> None:
+    # Triton's own test model counts references.
+    tensor = Tensor("x", np.zeros(2, np.float32))
+    before = sys.getrefcount(tensor)
+    capsule = tensor.to_dlpack()
+    assert sys.getrefcount(tensor) == before + 1
+    del capsule
+    assert sys.getrefcount(tensor) == before
+
+
 def test_numpy_reads_a_tensor_by_dlpack() -> None:
     tensor = Tensor("X", np.arange(3, dtype=np.int16))
     assert np.from_dlpack(tensor).tolist() == [0, 1, 2]
@@ -116,7 +128,7 @@ class OnGpu:
 
     def __dlpack__(self, *, stream: int | None) -> object:
         assert stream == 1
-        capsule = dlpack.from_array(self.array)
+        capsule = dlpack.from_array(self.array, None)
         tensor = dlpack._inside(capsule)
         tensor.device_type, tensor.device_id = 2, 3
         return capsule
