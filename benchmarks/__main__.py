@@ -134,8 +134,11 @@ def main() -> None:
         return
     install_programs()
     rows: list[report.Row] = []
-    for workload in workloads:
-        rows += compare(workload, options, console)
+    try:
+        for workload in workloads:
+            rows += compare(workload, options, console)
+    except KeyboardInterrupt:
+        console.print("interrupted; what is measured is kept")
     report.print_table(rows)
     everything = report.merged(rows, options.results / "results.json", [workload.name for workload in WORKLOADS])
     for file in report.write(everything, machine(options), options.results):

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -127,16 +128,17 @@ def stream_h2load(task: Task) -> Measurement:
 def _regions(task: Task) -> Iterator[Body]:
     """Registers a region for the input and one for the output while the block runs; the body that names them."""
     (array,) = task.inputs.values()
+    number = time.monotonic_ns()  # a server may still be writing to the regions of the run before
     tensors: dict[str, dict[str, Any]] = {}
     regions: list[Any] = []
     for name in ("INPUT0", "OUTPUT0"):
-        key = f"/naiad-bench-{task.running.place.http_port}-{name}"
-        regions.append(shared_memory.create_shared_memory_region(name, key, array.nbytes))
-        described = json.dumps({"key": key, "offset": 0, "byte_size": array.nbytes}).encode()
-        task.running.http("POST", f"/v2/systemsharedmemory/region/{name}/register", Body(described))
+        region = f"{name}-{number}"
+        regions.append(shared_memory.create_shared_memory_region(region, f"/{region}", array.nbytes))
+        described = json.dumps({"key": f"/{region}", "offset": 0, "byte_size": array.nbytes}).encode()
+        task.running.http("POST", f"/v2/systemsharedmemory/region/{region}/register", Body(described))
         tensors[name] = {
             "name": name,
-            "parameters": {"shared_memory_region": name, "shared_memory_byte_size": array.nbytes},
+            "parameters": {"shared_memory_region": region, "shared_memory_byte_size": array.nbytes},
         }
     try:
         shared_memory.set_shared_memory_region(regions[0], [array])
@@ -149,7 +151,6 @@ def _regions(task: Task) -> Iterator[Body]:
             raise RuntimeError(f"{task.running.server.name}: wrong answer through shared memory: {data[:500]!r}")
         yield body
     finally:
-        task.running.http("POST", "/v2/systemsharedmemory/unregister")
         for region in regions:
             shared_memory.destroy_shared_memory_region(region)
 
