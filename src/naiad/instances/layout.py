@@ -1,12 +1,15 @@
 """How a batch lies in an arena, and how batched outputs become those of single requests. Pure; in the server."""
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 from naiad.datatypes import BY_NUMBER, Buffer
 from naiad.errors import Internal, ResourceExhausted
 from naiad.instances import arena
 from naiad.instances.frames import Details, Input, Output
-from naiad.messages import InferRequest, Tensor
+from naiad.messages import InferRequest, ParameterValue, Tensor
+
+_Value = TypeVar("_Value", bound=ParameterValue)
 
 #: Columns up to this size are joined before they are written: one copy of all is faster than many small ones.
 _JOIN_LIMIT = 64 * 1024
@@ -123,16 +126,23 @@ def _details(request: InferRequest) -> Details:
     sequence = request.sequence
     trace = request.trace
     return Details(
-        request.id,
+        _utf8(request.id),
         request.outputs,
-        request.parameters,
-        0 if sequence is None else sequence.correlation_id,
+        {_utf8(key): _utf8(value) for key, value in request.parameters.items()} if request.parameters else {},
+        0 if sequence is None else _utf8(sequence.correlation_id),
         0 if sequence is None else sequence.start | sequence.end << 1,
         request.priority,
         request.timeout_us,
         0 if trace is None else trace.id,
         None if trace is None else trace.context,
     )
+
+
+def _utf8(value: _Value) -> _Value:
+    """A value as model code can have it: JSON of clients may bring texts that are not UTF-8."""
+    if isinstance(value, str) and not value.isascii():
+        return value.encode(errors="surrogateescape").decode(errors="replace")  # type: ignore[return-value]
+    return value
 
 
 def tensor(output: Output, region: memoryview) -> Tensor:

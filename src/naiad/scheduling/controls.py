@@ -76,10 +76,11 @@ def pack_correlation_id(key: int | str, datatype: DataType) -> bytes:
     same number, but long texts may share one.
     """
     if datatype is DataType.BYTES:
-        return datatypes.pack_bytes([key if isinstance(key, str) else str(key) if key else ""])
+        text = key if isinstance(key, str) else str(key) if key else ""
+        return datatypes.pack_bytes([text.encode(errors="surrogateescape")])
     size = datatype.byte_size
     if isinstance(key, str):
-        return datatypes.pack_bytes([key])[:size].ljust(size, b"\0")
+        return datatypes.pack_bytes([key.encode(errors="surrogateescape")])[:size].ljust(size, b"\0")
     return (key % (1 << 64)).to_bytes(8, "little")[:size]
 
 

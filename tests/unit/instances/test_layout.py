@@ -1,5 +1,6 @@
 """Batches laid out and split again come to the same."""
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -93,3 +94,16 @@ def test_plain_requests_have_no_details():
 def test_details_of_a_sequence(start, end, flags):
     request = InferRequest(model_name="m", inputs=(), id="x", sequence=SequenceControl(5, start, end), priority=1)
     assert layout.details([request]) == [Details("x", (), {}, 5, flags, 1, 0)]
+
+
+def test_details_are_texts_that_can_be_sent():
+    request = InferRequest(
+        "m", (), id="\udcff", parameters={"\udcfe": "ä\udcfd", "n": 1}, sequence=SequenceControl("\udcfc")
+    )
+    (details,) = layout.details([request]) or ()
+    assert (details.id, details.parameters, details.correlation_id) == (
+        "\ufffd",
+        {"\ufffd": "ä\ufffd", "n": 1},
+        "\ufffd",
+    )
+    msgspec.msgpack.encode(details)

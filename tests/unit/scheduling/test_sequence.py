@@ -140,6 +140,9 @@ def test_the_controls_of_an_empty_slot_are_all_false():
         ("abc", "UINT64", struct.pack("<Q", 27974191445704707)),
         ("abcdefgh", "UINT64", b"\x08\0\0\0abcd"),
         ("abc", "INT32", struct.pack("<i", 3)),
+        # Bytes of a client that are not UTF-8 stay what they are.
+        ("\udcff", "BYTES", b"\1\0\0\0\xff"),
+        ("\udcff", "UINT32", b"\1\0\0\0"),
     ],
 )
 def test_correlation_ids_as_elements(key, datatype, expected):
