@@ -9,7 +9,7 @@ from tritonclient.grpc import model_config_pb2
 
 from naiad.config.model_config import ModelConfig
 from naiad.datatypes import DataType
-from naiad.errors import InvalidArgument, NaiadError, NotFound, Unavailable
+from naiad.errors import InvalidArgument, NaiadError, NotFound
 from naiad.messages import (
     BatchStatistics,
     Duration,
@@ -20,10 +20,10 @@ from naiad.messages import (
     ModelStatistics,
     ResponseSink,
     ResponseStatistics,
-    ServerMetadata,
     Tensor,
     TensorMetadata,
 )
+from tests.unit.frontends.fake_engine import ModelsInMemory
 
 
 def config(name: str, datatype: str = "TYPE_FP32", decoupled: bool = False, max_batch_size: int = 0) -> ModelConfig:
@@ -75,50 +75,24 @@ def fail(call: FakeCall) -> None:
     call.sink.send(InvalidArgument("the model failed"), True)
 
 
-class FakeEngine:
+class FakeEngine(ModelsInMemory[FakeModel]):
     """`identity` echoes, `held` and `held_decoupled` wait in `calls` for the test, `repeat` is decoupled, `fails` answers
     with an error and `broken` has a bug."""
 
     def __init__(self) -> None:
-        self.calls: asyncio.Queue[FakeCall] = asyncio.Queue()
-        self.requests: list[InferRequest] = []
-        self.loaded: list[tuple[str, Any]] = []
-        self.ready = True
-        self.exiting = False
-        self.models = {
-            model.name: model
-            for model in (
+        super().__init__(
+            (
                 FakeModel(config("identity", max_batch_size=8), FakeCall.echo),
-                FakeModel(config("held"), self.calls.put_nowait),
-                FakeModel(config("held_decoupled", decoupled=True), self.calls.put_nowait),
+                FakeModel(config("held"), lambda call: self.calls.put_nowait(call)),
+                FakeModel(config("held_decoupled", decoupled=True), lambda call: self.calls.put_nowait(call)),
                 FakeModel(config("repeat", "TYPE_INT32", decoupled=True), repeat),
                 FakeModel(config("fails"), fail),
                 FakeModel(config("broken"), self._break),
             )
-        }
+        )
 
     def _break(self, call: FakeCall) -> None:
         raise RuntimeError("a bug")
-
-    def is_live(self) -> bool:
-        if self.exiting:
-            raise Unavailable("Server exiting")
-        return True
-
-    async def is_ready(self) -> bool:
-        return self.ready
-
-    def model(self, name: str, version: int = -1) -> FakeModel:
-        model = self.models.get(name)
-        if model is None:
-            raise NotFound(f"Request for unknown model: '{name}' is not found")
-        if version not in (-1, 1):
-            raise NotFound(f"Request for unknown model: '{name}' version {version} is not found")
-        return model
-
-    async def model_ready(self, name: str, version: int = -1) -> bool:
-        self.model(name, version)
-        return True
 
     def infer(self, request: InferRequest, sink: ResponseSink) -> FakeCall:
         self.requests.append(request)
@@ -133,16 +107,10 @@ class FakeEngine:
             model.run(call)
         return call
 
-    def metadata(self) -> ServerMetadata:
-        return ServerMetadata("triton", "2.51.0", ("classification", "sequence"))
-
     def model_metadata(self, name: str, version: int = -1) -> ModelMetadata:
         self.model(name, version)
         tensor = TensorMetadata("INPUT0", "FP32", (-1, 4))
         return ModelMetadata(name, ("1",), "python", (tensor,), ())
-
-    def model_config(self, name: str, version: int = -1) -> ModelConfig:
-        return self.model(name, version).config
 
     def statistics(self, name: str = "", version: int = -1) -> list[ModelStatistics]:
         if name and name not in self.models:
@@ -162,9 +130,6 @@ class FakeEngine:
         if name not in self.models:
             raise NotFound(f"failed to load '{name}', failed to poll from model repository")
         self.loaded.append((name, parameters))
-
-    async def unload(self, name: str, unload_dependents: bool = False) -> None:
-        self.loaded.append((name, unload_dependents))
 
 
 class FakeSettings:

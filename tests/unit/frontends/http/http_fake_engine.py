@@ -9,7 +9,7 @@ import numpy as np
 from naiad.config.model_config import ModelConfig
 from naiad.config.parse import parse_text
 from naiad.datatypes import DataType, from_numpy, pack_bytes, unpack_bytes
-from naiad.errors import Internal, InvalidArgument, NaiadError, NotFound, Unavailable
+from naiad.errors import Internal, InvalidArgument, NaiadError
 from naiad.messages import (
     IndexEntry,
     InferRequest,
@@ -18,11 +18,11 @@ from naiad.messages import (
     ModelStatistics,
     ResponseSink,
     Result,
-    ServerMetadata,
     Tensor,
     TensorMetadata,
 )
 from naiad.models.check import RequestCheck
+from tests.unit.frontends.fake_engine import ModelsInMemory
 
 Arrays = dict[str, Any]
 #: What a model answers: one result, several of a decoupled model, or None for an answer that the test gives.
@@ -204,34 +204,9 @@ def _models() -> list[FakeModel]:
     ]
 
 
-class FakeEngine:
+class FakeEngine(ModelsInMemory[FakeModel]):
     def __init__(self) -> None:
-        self.calls: asyncio.Queue[FakeCall] = asyncio.Queue()
-        self.requests: list[InferRequest] = []
-        self.loaded: list[tuple[str, Any]] = []
-        self.ready = True
-        self.exiting = False
-        self.models = {model.name: model for model in _models()}
-
-    def is_live(self) -> bool:
-        if self.exiting:
-            raise Unavailable("Server exiting")
-        return True
-
-    async def is_ready(self) -> bool:
-        return self.ready
-
-    def model(self, name: str, version: int = -1) -> FakeModel:
-        model = self.models.get(name)
-        if model is None:
-            raise NotFound(f"Request for unknown model: '{name}' is not found")
-        if version not in (-1, 1):
-            raise NotFound(f"Request for unknown model: '{name}' version {version} is not found")
-        return model
-
-    async def model_ready(self, name: str, version: int = -1) -> bool:
-        self.model(name, version)
-        return True
+        super().__init__(_models())
 
     def infer(self, request: InferRequest, sink: ResponseSink) -> FakeCall:
         model = self.models[request.model_name]
@@ -249,9 +224,6 @@ class FakeEngine:
             asyncio.get_running_loop().call_soon(call.send, answer, True)
         return call
 
-    def metadata(self) -> ServerMetadata:
-        return ServerMetadata("triton", "2.51.0", ("classification", "sequence"))
-
     def model_metadata(self, name: str, version: int = -1) -> ModelMetadata:
         config = self.model(name, version).config
         return ModelMetadata(
@@ -261,9 +233,6 @@ class FakeEngine:
             tuple(TensorMetadata(item.name, item.datatype.name, item.shape) for item in config.inputs.values()),
             tuple(TensorMetadata(item.name, item.datatype.name, item.shape) for item in config.outputs.values()),
         )
-
-    def model_config(self, name: str, version: int = -1) -> ModelConfig:
-        return self.model(name, version).config
 
     def statistics(self, name: str = "", version: int = -1) -> list[ModelStatistics]:
         if name and name not in self.models:
@@ -280,9 +249,6 @@ class FakeEngine:
 
     async def load(self, name: str, parameters: Mapping[str, str | bytes]) -> None:
         self.loaded.append((name, dict(parameters)))
-
-    async def unload(self, name: str, unload_dependents: bool = False) -> None:
-        self.loaded.append((name, unload_dependents))
 
 
 class FakeSettings:
