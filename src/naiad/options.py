@@ -114,6 +114,15 @@ def _float(text: str) -> float:
         raise ValueError(f"Invalid option value. Got {text}") from None
 
 
+def _leading_float(text: str) -> float:
+    """As C's strtod does, which Triton reads quantiles with: what follows the number is ignored."""
+    match = _LEADING_FLOAT.match(text)
+    return _float(match[0] if match else text)
+
+
+_LEADING_FLOAT = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
+
+
 def _choice(flag: str, *choices: str) -> Callable[[str], str]:
     """One of `choices`, in upper or lower case."""
     by_lower = {choice.lower(): choice for choice in choices}
@@ -230,7 +239,7 @@ def parse_quantiles(text: str) -> tuple[tuple[float, float], ...]:
         quantile, colon, error = part.partition(":")
         if not colon:
             raise ValueError(f"summary_quantiles expects <quantile>:<error>,..., for example 0.5:0.05. Got {part}")
-        pair = (_float(quantile), _float(error))
+        pair = (_leading_float(quantile), _leading_float(error))
         if not all(0.0 <= number <= 1.0 for number in pair):
             raise ValueError(f"summary_quantiles expects quantiles and errors from 0 to 1. Got {part}")
         pairs.append(pair)
@@ -869,6 +878,9 @@ REFUSED: dict[str, str] = {
     "--model-load-gpu-limit": "the server does not limit the GPU memory of models",
     "--response-cache-byte-size": "use --cache-config=local,size=<bytes>",
 }
+
+#: Those of them that may be given as long as they ask for nothing.
+REFUSED_WHERE_TRUE = ("--model-namespacing", "--enable-peer-access", "--allow-sagemaker", "--allow-vertex-ai")
 
 
 def bad_option(flag: str, reason: str) -> InvalidArgument:

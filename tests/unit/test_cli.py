@@ -58,6 +58,11 @@ def test_a_switch_takes_no_value(served):
         (["--no-such-flag"], "unrecognized option '--no-such-flag'"),
         (["serve", "--htp-port=1"], "Did you mean"),
         (["--model-repository=/a", "--host-policy=a"], "'--host-policy' of Triton's server is not supported"),
+        (
+            ["--model-repository=/a", "--allow-vertex-ai=true"],
+            "'--allow-vertex-ai' of Triton's server is not supported",
+        ),
+        (["--model-repository=/a", "--allow-vertex-ai=no"], "invalid value for bool option: no"),
         (["--model-repository=/a", "stray"], "stray"),
         (["--model-repository"], "requires an argument"),
         (["--model-control-mode=sometimes"], "invalid argument for --model-control-mode"),
@@ -71,6 +76,12 @@ def test_a_wrong_command_line_says_why_on_stderr_and_exits_with_1(served, capsys
     assert message in printed.err
     assert printed.out == ""
     assert served == []
+
+
+def test_what_there_is_not_may_be_off(served):
+    flags = ("--model-namespacing", "--enable-peer-access", "--allow-sagemaker", "--allow-vertex-ai")
+    assert run("--model-repository=/a", *[f"{flag}=false" for flag in flags]) == 0
+    assert served == [ServerOptions(model_repository=("/a",))]
 
 
 def test_an_option_that_is_off_is_neither_shown_nor_accepted(served, capsys, monkeypatch):

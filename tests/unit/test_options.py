@@ -263,3 +263,4 @@ def test_backend_settings_of_one_backend_are_above_those_for_all():
 
 def test_quantiles():
     assert parse_quantiles("0.5:0.05,0.9:0.01") == ((0.5, 0.05), (0.9, 0.01))
+    assert parse_quantiles("0.1:0.0.1, .7x:1e-2") == ((0.1, 0.0), (0.7, 0.01))

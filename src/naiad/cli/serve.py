@@ -8,7 +8,16 @@ from typing import Any, NoReturn
 import click
 
 from naiad.errors import NaiadError
-from naiad.options import OPTIONS, REFUSED, Option, ServerOptions, parse_options
+from naiad.options import (
+    OPTIONS,
+    REFUSED,
+    REFUSED_WHERE_TRUE,
+    Option,
+    ServerOptions,
+    bad_option,
+    parse_bool,
+    parse_options,
+)
 
 #: Exit status for a wrong command line, as of Triton's server.
 _WRONG = 1
@@ -37,9 +46,10 @@ class _Serve(click.Command):
     """The command. Its click options keep the texts as they are; `parse_options` understands them."""
 
     def __init__(self) -> None:
+        options = [_click_option(name, option) for name, option in OPTIONS.items() if option.available]
         super().__init__(
             "serve",
-            params=[_click_option(name, option) for name, option in OPTIONS.items() if option.available],
+            params=[*options, *map(_option_that_must_be_off, REFUSED_WHERE_TRUE)],
             help="Serve the models of a repository over HTTP and gRPC.",
         )
 
@@ -77,6 +87,21 @@ def _click_option(name: str, option: Option) -> click.Option:
     return click.Option([option.flag, *option.aliases, name], multiple=True, metavar=f"<{option.metavar}>")
 
 
+def _option_that_must_be_off(flag: str) -> click.Option:
+    def refuse(context: click.Context, option: click.Parameter, texts: tuple[str, ...]) -> None:
+        try:
+            if any(map(parse_bool, texts)):
+                raise _not_supported(flag)
+        except ValueError as error:
+            raise _WrongUsage(bad_option(flag, str(error)).message) from None
+
+    return click.Option([flag], multiple=True, hidden=True, expose_value=False, callback=refuse)
+
+
+def _not_supported(flag: str) -> click.ClickException:
+    return _WrongUsage(f"naiad: option '{flag}' of Triton's server is not supported: {REFUSED[flag]}")
+
+
 def _help_line(option: Option) -> tuple[str, str]:
     names = ", ".join((option.flag, *option.aliases))
     default = _DEFAULTS[option.flag]
@@ -94,7 +119,7 @@ _DEFAULTS: dict[str, Any] = {
 def _unknown(error: click.NoSuchOption) -> click.ClickException:
     flag = error.option_name
     if flag in REFUSED:
-        return _WrongUsage(f"naiad: option '{flag}' of Triton's server is not supported: {REFUSED[flag]}")
+        return _not_supported(flag)
     if any(flag == option.flag for option in OPTIONS.values()):
         return _WrongUsage(f"naiad: option '{flag}' is not supported by this server")
     hint = f" Did you mean {' or '.join(sorted(error.possibilities))}?" if error.possibilities else ""
