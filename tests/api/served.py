@@ -231,6 +231,9 @@ class Client:
 class Server:
     """A server process and all that come from it."""
 
+    #: Flags of all servers.
+    flags: tuple[str, ...] = ()
+
     def __init__(self, *repositories: Repository, flags: tuple[str, ...] = (), ports: list[int] | None = None) -> None:
         self.ports = ports or free_ports(3)
         self.http = Client("http", self.ports)
@@ -248,6 +251,7 @@ class Server:
                 f"--grpc-port={self.ports[1]}",
                 f"--metrics-port={self.ports[2]}",
                 *(f"--{address}-address=127.0.0.1" for address in ("http", "grpc", "metrics")),
+                *self.flags,
                 *flags,
             ],
             stdin=subprocess.DEVNULL,
