@@ -180,7 +180,9 @@ class Server:
                     # What is there now stays: the collector need not look at it again, which would take tens of ms.
                     gc.collect()
                     gc.freeze()
-                    engine.started()
+                    if not self.unreadable:
+                        # Otherwise the server is neither live nor ready, whatever it serves, as in Triton.
+                        engine.started()
                     async with self._watching(manager):
                         yield
                         engine.exiting()

@@ -391,6 +391,17 @@ def test_a_repository_that_does_not_exist_is_an_error(tmp_path):
         assert "Traceback" not in server.log
 
 
+def test_a_server_that_cannot_read_a_repository_serves_the_others_but_is_not_live(repository, tmp_path):
+    repository.doer("good")
+    flags = (f"--model-repository={tmp_path / 'missing'}", "--exit-on-error=false", "--strict-readiness=false")
+    with Server(repository, flags=flags) as server:
+        server.says("| good")
+        assert server.grpc.do("good") == "good 1"
+        assert not server.is_live()
+        assert not server.http.is_ready()
+        assert not server.grpc.is_ready()
+
+
 def test_a_model_in_two_repositories_is_served_from_none(repository, tmp_path):
     other = Repository(tmp_path / "other")
     for each in (repository, other):
