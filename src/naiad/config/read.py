@@ -181,6 +181,20 @@ def finish(
     return ModelConfig(proto)
 
 
+def with_instances_of(running: ModelConfig, draft: Draft, *, uses_gpus: bool = True) -> ModelConfig:
+    """The complete configuration of a loaded model with the instance groups and the version policy of another draft.
+
+    Raises InvalidArgument. Does no I/O, so it may run on the loop.
+    """
+    changed = _with_instance_groups(draft, (), uses_gpus)
+    proto = Proto()
+    proto.CopyFrom(running.proto)
+    proto.ClearField("instance_group")
+    proto.instance_group.extend(changed.instance_group)
+    proto.version_policy.CopyFrom(changed.version_policy)
+    return ModelConfig(proto)
+
+
 def _with_instance_groups(draft: Draft, preferred_groups: Sequence[PreferredGroup], uses_gpus: bool) -> Proto:
     proto = Proto()
     proto.CopyFrom(draft.proto)

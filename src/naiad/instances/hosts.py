@@ -17,10 +17,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from naiad.backends.api import ConfigDict, InstanceContext
-from naiad.errors import InvalidArgument, Unavailable
+from naiad.errors import InvalidArgument, NaiadError, Unavailable
 from naiad.instances.environment import BackendEnvironment
 from naiad.instances.frames import VersionSpec
 from naiad.instances.instance import Instance
@@ -30,6 +30,8 @@ from naiad.instances.thread import ThreadModel
 
 #: How long a model's own is_ready() may take; Triton's number.
 READINESS_TIMEOUT_S = 5.0
+#: How long instances that are unloaded may take to finish.
+UNLOAD_S = 30.0
 
 Isolation = Literal["model", "backend", "none"]
 
@@ -63,15 +65,17 @@ class HostedModel:
 
     def __init__(self, spec: ModelSpec, pool: "Hosts", environment: BackendEnvironment, hello_as: str, takes: bool):
         self.spec = spec
-        self.instances: list[Instance] = []
         #: Whether the backend wants the machine's GPUs for instances of KIND_AUTO.
         self.uses_gpus = False
         self._pool = pool
         self._environment = environment
-        self._instances_as = hello_as
+        self._in_processes = hello_as == "processes"
         self._takes_requests = takes
         self._timeout_s = pool.timeout_s(spec)
         self._tenants: list[Tenant] = []
+        self._leaving: set[asyncio.Future[Any]] = set()
+        #: Of hosts that are gone.
+        self._restarts = 0
         self._asking: asyncio.Future[bool] | None = None
         self._is_closed = False
 
@@ -79,14 +83,18 @@ class HostedModel:
         return f"<HostedModel {self.spec.name} {self.spec.version}: {self.state}>"
 
     @property
+    def instances(self) -> list[Instance]:
+        return [instance for tenant in self._tenants for instance in tenant.instances]
+
+    @property
     def pids(self) -> list[int]:
         """The process ids of its hosts that are alive."""
-        return [pid for tenant in self._tenants if (pid := tenant.host.pid) is not None]
+        return [pid for host in self._hosts() if (pid := host.pid) is not None]
 
     @property
     def restarts(self) -> int:
         """How often its hosts have been started again."""
-        return sum(tenant.host.restarts for tenant in self._tenants)
+        return self._restarts + sum(host.restarts for host in self._hosts())
 
     @property
     def arena_bytes(self) -> int:
@@ -96,30 +104,59 @@ class HostedModel:
     @property
     def state(self) -> str:
         """Its hosts' states in words."""
-        return ", ".join(dict.fromkeys(tenant.host.state for tenant in self._tenants)) or "stopped"
+        return ", ".join(dict.fromkeys(host.state for host in self._hosts())) or "stopped"
 
     async def complete(self, config: ConfigDict) -> ConfigDict | None:
         """The configuration as the backend completes it, None to leave it. Raises the backend's error."""
-        tenant = self._tenant(0)
+        tenant = self._unused_tenant()
         return await tenant.host.complete(tenant, config)
 
     async def load(self, config: ConfigDict, instances: Sequence[InstanceContext]) -> list[Instance]:
-        """Loads all instances, ready to execute. Raises the first error; `close` is due in any case."""
+        """Loads instances, ready to execute, beside those that there are. Raises the first error; then there are none
+        of these; `close` is due in any case."""
         decoupled = bool(config.get("model_transaction_policy", {}).get("decoupled", False))
-        processes = self._instances_as == "processes"
-        groups = [[instance] for instance in instances] if processes else [list(instances)]
+        groups = [[instance] for instance in instances] if self._in_processes else [list(instances)]
         loads = []
-        for number, group in enumerate(groups):
-            tenant = self._tenant(number)
+        for group in groups:
+            tenant = self._unused_tenant()
             tenant.config = config
             tenant.decoupled = decoupled
             tenant.instances = [ProcessInstance(tenant, context) for context in group]
-            self.instances += tenant.instances
             loads.append(tenant)
-        # One after the other: what an instance downloads, compiles or caches is there for the next.
-        for tenant in loads:
-            await tenant.host.load(tenant)
-        return self.instances
+        try:
+            # One after the other: what an instance downloads, compiles or caches is there for the next.
+            for tenant in loads:
+                await tenant.host.load(tenant)
+        except BaseException:
+            await self._leave(loads, 0.0)
+            raise
+        return [instance for tenant in loads for instance in tenant.instances]
+
+    async def remove(self, instances: Sequence[Instance], timeout_s: float | None = None) -> None:
+        """Unloads some of the instances. They take no more batches; what is inside them after `timeout_s` fails, and
+        all of it when the version is closed."""
+        tenants = [tenant for tenant in self._tenants if any(instance in instances for instance in tenant.instances)]
+        leaving = {tenant: [each for each in tenant.instances if each in instances] for tenant in tenants}
+        for each in leaving.values():
+            for instance in each:
+                instance.detach()
+        deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
+        await asyncio.gather(*(tenant.host.emptied(each, deadline) for tenant, each in leaving.items()))
+        if self._is_closed:
+            return
+        empty = []
+        for tenant, each in leaving.items():
+            if len(each) == len(tenant.instances):
+                empty.append(tenant)
+            else:
+                for instance in each:
+                    tenant.host.drop(tenant, instance)
+        await self._leave(empty, UNLOAD_S if timeout_s is None else timeout_s)
+
+    def reconfigure(self, config: ConfigDict) -> None:
+        """What hosts that are started again load their instances with."""
+        for tenant in self._tenants:
+            tenant.config = config
 
     @property
     def checks_readiness(self) -> bool:
@@ -145,9 +182,17 @@ class HostedModel:
 
     async def _ask_if_ready(self) -> bool:
         asked = [tenant for tenant in self._tenants if tenant.checks_readiness]
-        return all(await asyncio.gather(*(tenant.host.is_ready(tenant) for tenant in asked)))
+        return all(await asyncio.gather(*(self._ask_tenant(tenant) for tenant in asked)))
 
-    async def close(self, timeout_s: float = 30.0) -> None:
+    async def _ask_tenant(self, tenant: Tenant) -> bool:
+        try:
+            return await tenant.host.is_ready(tenant)
+        except NaiadError:
+            if tenant.is_leaving:
+                return True
+            raise
+
+    async def close(self, timeout_s: float = UNLOAD_S) -> None:
         """Unloads: waits up to `timeout_s` for requests inside, then they fail. Its memory is free afterwards."""
         if self._is_closed:
             return
@@ -155,9 +200,8 @@ class HostedModel:
         if self._asking is not None:
             self._asking.cancel()
         self._pool.forget(self)
-        tenants, self._tenants = self._tenants, []
-        if tenants:
-            await asyncio.gather(*(self._pool.leave(tenant, timeout_s) for tenant in tenants))
+        await self._leave(self._tenants, timeout_s)
+        await asyncio.gather(*self._leaving)
 
     def tick(self, beat_s: float) -> None:
         """One beat of the pool's timer: ends hosts whose batch takes too long."""
@@ -176,20 +220,43 @@ class HostedModel:
     def timeout_s(self) -> float:
         return self._timeout_s
 
-    def _tenant(self, number: int) -> Tenant:
-        while len(self._tenants) <= number:
-            spec = self.spec
-            host = self._pool.host(spec, self._environment, self._instances_as == "processes", len(self._tenants))
-            version = VersionSpec(
-                spec.name,
-                spec.version,
-                str(spec.directory),
-                str(spec.version_directory),
-                str(spec.path),
-                dict(spec.settings),
-            )
-            self._tenants.append(Tenant(host, version, self._takes_requests, self._timeout_s))
-        return self._tenants[number]
+    async def _leave(self, tenants: Sequence[Tenant], timeout_s: float) -> None:
+        """Takes tenants out. A leave that has begun goes on to its end, whoever waits for it."""
+        tenants = [tenant for tenant in tenants if tenant in self._tenants]
+        if not tenants:
+            return
+        before = self._hosts()
+        self._tenants = [tenant for tenant in self._tenants if tenant not in tenants]
+        self._restarts += sum(host.restarts for host in set(before) - set(self._hosts()))
+        leaving = asyncio.gather(*(self._pool.leave(tenant, timeout_s) for tenant in tenants))
+        self._leaving.add(leaving)
+        leaving.add_done_callback(self._leaving.discard)
+        await asyncio.shield(leaving)
+
+    def _hosts(self) -> list[Host]:
+        return list(dict.fromkeys(tenant.host for tenant in self._tenants))
+
+    def _unused_tenant(self) -> Tenant:
+        """A tenant without instances."""
+        for tenant in self._tenants:
+            if not tenant.instances:
+                return tenant
+        spec = self.spec
+        if self._tenants and not self._in_processes and not self._tenants[0].host.is_closing:
+            host = self._tenants[0].host
+        else:
+            host = self._pool.host(spec, self._environment, self._in_processes)
+        version = VersionSpec(
+            spec.name,
+            spec.version,
+            str(spec.directory),
+            str(spec.version_directory),
+            str(spec.path),
+            dict(spec.settings),
+        )
+        tenant = Tenant(host, version, self._takes_requests, self._timeout_s)
+        self._tenants.append(tenant)
+        return tenant
 
 
 class Hosts:
@@ -286,7 +353,7 @@ class Hosts:
             )
         return timeout_s
 
-    def host(self, spec: ModelSpec, environment: BackendEnvironment, exclusive: bool, number: int) -> Host:
+    def host(self, spec: ModelSpec, environment: BackendEnvironment, exclusive: bool) -> Host:
         """The host for a model's instances: a shared one or one of its own. An exclusive one is never shared, since
         a backend that wants a process per instance keeps things of the instance in globals."""
         group = None

@@ -314,6 +314,8 @@ class Tenant:
         self.instances: list[ProcessInstance] = []
         self.is_loaded = False
         self.is_leaving = False
+        #: Nobody waits any more for its instances to be loaded, which the process is still at.
+        self.is_left_loading = False
         #: Whether its model code wants to be asked if it is ready.
         self.checks_readiness = False
         self.number = host.enter(self)
@@ -537,8 +539,8 @@ class Host:
         for tenant, problem in problems:
             self._give_up([tenant], f"{tenant.label} cannot be loaded again: {problem.message}")
         self._policy.started(self._loop.time())
-        for tenant in tenants:
-            self._log(tenant, "INFO", f"{tenant.label}: host process '{self.name}' is running again, pid {self.pid}")
+        for label, tenant in {tenant.label: tenant for tenant in tenants}.items():
+            self._log(tenant, "INFO", f"{label}: host process '{self.name}' is running again, pid {self.pid}")
         return None
 
     # ---- tenants ----------------------------------------------------------------------------------------
@@ -583,6 +585,7 @@ class Host:
         try:
             tenant.checks_readiness = bool(await reply)
         except BaseException as error:
+            tenant.is_left_loading = isinstance(error, asyncio.CancelledError)
             for instance in instances:
                 instance.disconnect(Internal(f"loading failed: {error}"))
             raise
@@ -592,6 +595,21 @@ class Host:
     async def is_ready(self, tenant: Tenant) -> bool:
         """What its model code says. Raises its error, and Unavailable where there is no process to ask."""
         return bool(await self._ask(IsReady(0, tenant.number)))
+
+    async def emptied(self, instances: Sequence[ProcessInstance], deadline: float | None = None) -> None:
+        """Returns when no request is inside the instances, which take no more, or the deadline has come."""
+        while any(instance.is_busy for instance in instances):
+            self._changed.clear()
+            try:
+                async with asyncio.timeout_at(deadline):
+                    await self._changed.wait()
+            except TimeoutError:
+                return
+
+    def drop(self, tenant: Tenant, instance: ProcessInstance) -> None:
+        """Unloads one of the tenant's instances; what is inside it fails."""
+        tenant.instances.remove(instance)
+        instance.disconnect(Unavailable(f"instance '{instance.name}' of {tenant.label} was unloaded"))
 
     async def leave(self, tenant: Tenant, timeout_s: float) -> None:
         """Closes the tenant's instances and, if it is the last one, the process. Requests inside get `timeout_s`."""
@@ -606,14 +624,8 @@ class Host:
                     await self._restarting
         for instance in tenant.instances:
             instance.detach()
-        while any(instance.is_busy for instance in tenant.instances) and self._loop.time() < deadline:
-            self._changed.clear()
-            try:
-                async with asyncio.timeout_at(deadline):
-                    await self._changed.wait()
-            except TimeoutError:
-                break
-        stuck = any(instance.is_busy for instance in tenant.instances)
+        await self.emptied(tenant.instances, deadline)
+        stuck = tenant.is_left_loading or any(instance.is_busy for instance in tenant.instances)
         for instance in tenant.instances:
             instance.disconnect(
                 Unavailable(f"{tenant.label} was unloaded while instance '{instance.name}' executed this request")

@@ -70,6 +70,7 @@ class ThreadInstance:
         self._inputs = arena.private(self._limits.arena)
         self._thread: threading.Thread | None = None
         self._is_attached = False
+        self._hangs = False
 
     @property
     def is_available(self) -> bool:
@@ -166,20 +167,22 @@ class ThreadInstance:
             self.idle.set()
         self.on_change()
 
-    async def close(self, timeout_s: float) -> None:
+    async def close(self, timeout_s: float | None) -> None:
         """Waits for requests inside, then they fail. A thread that hangs is left behind."""
         self._is_attached = False
         try:
             async with asyncio.timeout(timeout_s):
                 await self.idle.wait()
         except TimeoutError:
+            self._hangs = True
             self._batches.fail(
                 Unavailable(
                     f"model '{self._model.spec.name}' was unloaded while instance '{self.name}' executed this request"
                 )
             )
+            self.idle.set()
         self._queue.put(None)
-        if self._thread is not None and self.idle.is_set():
+        if self._thread is not None and not self._hangs:
             await asyncio.to_thread(self._thread.join, 5.0)
 
 
@@ -225,7 +228,6 @@ class ThreadModel:
         self.limits = limits
         self.takes_requests = False
         self.uses_gpus = False
-        self.instances: list[Instance] = []
         self.state = "stopped"
         self._threads: list[ThreadInstance] = []
         self._forget = forget
@@ -234,6 +236,10 @@ class ThreadModel:
         self._services = _ThreadServices(spec, self._caller, on_log, on_call, asyncio.get_running_loop())
         self._backend: type[Any] = object
         self._is_closed = False
+
+    @property
+    def instances(self) -> list[Instance]:
+        return list(self._threads)
 
     async def start(self) -> None:
         """Imports the backend. Raises NaiadError: unknown backend, missing import."""
@@ -251,16 +257,32 @@ class ThreadModel:
         return completed
 
     async def load(self, config: ConfigDict, instances: Sequence[InstanceContext]) -> list[Instance]:
-        """Loads all instances, ready to execute. Raises the first error; `close` is due in any case."""
+        """Loads instances, ready to execute, beside those that there are. Raises the first error; then there are none
+        of these; `close` is due in any case."""
         context = self._context(config)
-        for instance_context in instances:
-            signature = Signature(self.spec.name, instance_context.name, config)
-            instance = ThreadInstance(instance_context, self, signature.decoupled)
-            self._threads.append(instance)
-            self.instances.append(instance)
-            await instance.load(self._backend, context, signature)
+        loaded: list[ThreadInstance] = []
+        try:
+            for instance_context in instances:
+                signature = Signature(self.spec.name, instance_context.name, config)
+                instance = ThreadInstance(instance_context, self, signature.decoupled)
+                self._threads.append(instance)
+                loaded.append(instance)
+                await instance.load(self._backend, context, signature)
+        except BaseException:
+            await self.remove(loaded)
+            raise
         self.state = "running"
-        return self.instances
+        return list(loaded)
+
+    async def remove(self, instances: Sequence[Instance], timeout_s: float | None = None) -> None:
+        """Unloads some of the instances. They take no more batches; what is inside them after `timeout_s` fails, and
+        all of it when the version is closed."""
+        leaving = [thread for thread in self._threads if thread in instances]
+        await asyncio.gather(*(thread.close(timeout_s) for thread in leaving))
+        self._threads = [thread for thread in self._threads if thread not in leaving]
+
+    def reconfigure(self, config: ConfigDict) -> None:
+        """Nothing is ever loaded again here."""
 
     @property
     def checks_readiness(self) -> bool:

@@ -6,26 +6,25 @@ from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
 from pathlib import Path
 
-from naiad.backends.api import InstanceContext
 from naiad.config.model_config import ModelConfig
-from naiad.config.read import Draft, finish, prepare, read_labels
+from naiad.config.read import Draft, finish, prepare, read_labels, with_instances_of
 from naiad.config.validate import resolve_ensemble
 from naiad.errors import InvalidArgument, NaiadError
-from naiad.instances.hosts import HostedModel, Hosts, ModelSpec
+from naiad.instances.hosts import Hosts, ModelSpec
 from naiad.instances.instance import Instance
 from naiad.instances.interpreter import ENVIRONMENT_PARAMETER, interpreter_of
 from naiad.instances.provision import Environments
 from naiad.instances.references import GROUP
-from naiad.instances.thread import ThreadModel
 from naiad.messages import InferRequest, InferStatistics, ModelStatistics, ResponseSink
-from naiad.models.model import Model
+from naiad.models.instances import VersionInstances
+from naiad.models.model import InstanceUpdate, Model
+from naiad.models.placement import placed_instances
 from naiad.models.table import Source
-from naiad.models.warmup import warm_up
 from naiad.scheduling.cache import CachingScheduler, Store
 from naiad.scheduling.dynamic import DynamicScheduler
 from naiad.scheduling.ensemble import EnsembleScheduler, members_of
 from naiad.scheduling.queue import RequestQueue
-from naiad.scheduling.rate_limit import NoLimiter, Placed, RateLimiter
+from naiad.scheduling.rate_limit import NoLimiter, RateLimiter
 from naiad.scheduling.scheduler import Call, Scheduler
 from naiad.scheduling.sequence import SequenceScheduler
 from naiad.scheduling.states import read_initial_states
@@ -97,11 +96,21 @@ class ModelLoader:
                 interpreter=interpreter,
             )
         )
+        instances = VersionInstances(hosted, self._limiter, version, Path(draft.directory), self._log)
         try:
-            return await self._load_into(hosted, draft, version, start)
+            return await self._load_into(instances, draft, version, start)
         except BaseException:
-            await hosted.close(0)
+            await instances.close(0)
             raise
+
+    async def update(self, model: Model, source: Source) -> InstanceUpdate:
+        """Readies a loaded version for the instance groups of another source. Raises NaiadError; then it goes on as it
+        is."""
+        assert isinstance(source.draft, Draft), "this is a bug: a source that could not be read is being loaded"
+        assert model.instances is not None, "this is a bug: an ensemble has no instances"
+        return await model.update(
+            with_instances_of(model.config, source.draft, uses_gpus=model.instances.hosted.uses_gpus)
+        )
 
     def _python_based(self, backend: str) -> Path | None:
         """The model.py of a backend that is written as a Python model for all models that name it."""
@@ -110,31 +119,22 @@ class ModelLoader:
         path = self._backend_directory / backend / "model.py"
         return path if path.is_file() else None
 
-    async def _load_into(self, hosted: HostedModel | ThreadModel, draft: Draft, version: int, start: float) -> Model:
+    async def _load_into(self, instances: VersionInstances, draft: Draft, version: int, start: float) -> Model:
+        hosted = instances.hosted
         proposal = await hosted.complete(prepare(draft, uses_gpus=hosted.uses_gpus)) if self._auto_complete else None
         config = finish(draft, proposal, uses_gpus=hosted.uses_gpus)
         labels = await asyncio.to_thread(read_labels, draft.directory, config)
-        placed = placed_instances(config)
-        claims = self._limiter.admit(placed)
-        try:
-            instances = await hosted.load(config.as_dict(), [context for _, context in placed])
-            statistics = ModelStatistics(config.name, str(version), infer=self._infer_statistics())
-            await warm_up(config, version, Path(draft.directory), instances, self._log)
-            instances = self._limiter.limited(instances, claims)
-            scheduler = await self._scheduler(draft, config, instances, statistics)
-        except BaseException:
-            self._limiter.leave(claims)
-            raise
-        cached = self._cached(scheduler, config, version, statistics)
-        closable = self._limiter.hosted(hosted, claims)
+        loaded = await instances.load(config, placed_instances(config))
+        statistics = ModelStatistics(config.name, str(version), infer=self._infer_statistics())
+        scheduler = await self._scheduler(draft, config, [each.instance for each in loaded], statistics)
+        instances.begin(scheduler, loaded)
         return Model(
             config,
             version,
-            cached,
-            instances,
+            self._cached(scheduler, config, version, statistics),
             statistics,
             labels,
-            closable,
+            instances,
             time.monotonic() - start,
             readiness=hosted.is_ready if hosted.checks_readiness else None,
         )
@@ -149,7 +149,7 @@ class ModelLoader:
 
     async def _scheduler(
         self, draft: Draft, config: ModelConfig, instances: list[Instance], statistics: ModelStatistics
-    ) -> Scheduler:
+    ) -> DynamicScheduler | SequenceScheduler:
         if config.scheduling == "sequence":
             return SequenceScheduler(
                 config,
@@ -216,7 +216,7 @@ class ModelLoader:
         scheduler = EnsembleScheduler(config, version, members, statistics, infer, self._log.exception)
         cached = self._cached(scheduler, config, version, statistics)
         duration_s = time.monotonic() - start
-        return Model(config, version, cached, (), statistics, labels, None, duration_s, tuple(held.values()))
+        return Model(config, version, cached, statistics, labels, None, duration_s, tuple(held.values()))
 
 
 def queue_for(config: ModelConfig) -> RequestQueue:
@@ -233,20 +233,3 @@ def queue_for(config: ModelConfig) -> RequestQueue:
         default_policy=dynamic.default_queue_policy,
         policies=dynamic.priority_queue_policies,
     )
-
-
-def placed_instances(config: ModelConfig) -> list[Placed]:
-    """The instances that the instance groups ask for, named as Triton names them (reference R2-66): `count` of each
-    group, on each GPU it lists; passive ones take no requests and are not loaded."""
-    placed: list[Placed] = []
-    for group in config.instance_groups:
-        if group.passive:
-            continue
-        for device in group.gpus or (0,):
-            for number in range(group.count):
-                name = f"{group.name}_{number}"
-                if len(group.gpus) > 1:
-                    name += f"_gpu{device}"
-                device_id = device if group.kind == "KIND_GPU" else 0
-                placed.append((group, InstanceContext(name, group.kind, device_id)))
-    return placed

@@ -16,7 +16,8 @@ from naiad.errors import (
     NaiadError,
     Unavailable,
 )
-from naiad.models.model import Model
+from naiad.models.model import InstanceUpdate, Model
+from naiad.models.placement import needs_only_instances
 from naiad.models.plan import Abandon, Block, Retire, Update, Wanted, plan
 from naiad.models.table import ModelTable, Record, Source, load_failed, with_kind
 from naiad.repository.overrides import check_model_name
@@ -38,9 +39,10 @@ class Sources(Protocol):
 
 
 class Loader(Protocol):
-    """Loads one version; raises NaiadError."""
+    """Loads one version, or readies one that serves for other instances; raises NaiadError."""
 
     async def load(self, source: Source, version: int) -> Model: ...
+    async def update(self, model: Model, source: Source) -> InstanceUpdate: ...
 
 
 class ModelManager:
@@ -182,6 +184,9 @@ class ModelManager:
             raise Unavailable(f"the load of model '{name}' was given up: the model was unloaded meanwhile")
         if record.error is not None:
             raise record.error
+        # As in Triton: what has gone is gone when the answer comes, memory included.
+        if record.leaving:
+            await asyncio.wait(record.leaving)
 
     async def _source_for(self, name: str, parameters: Mapping[str, str | bytes]) -> Source:
         if parameters:
@@ -278,7 +283,8 @@ class ModelManager:
             if member in self._records and member not in above and member != record.name
         ]
         versions = [(number, version.fingerprint) for number, version in directory.versions.items()]
-        return (record.insisted, directory.fingerprint, tuple(versions), source.override, tuple(members))
+        files = (directory.fingerprint, directory.config_fingerprint, tuple(versions))
+        return (record.insisted, files, source.override, tuple(members))
 
     def _is_pending(self, record: Record) -> bool:
         """Whether a step for this model is still to come, because members are on their way."""
@@ -316,10 +322,13 @@ class ModelManager:
         load.add_done_callback(self._loads.discard)
 
     async def _update(self, record: Record, source: Source, generation: object) -> None:
-        """Loads all wanted versions of a model; they take over together or not at all."""
+        """Loads all wanted versions of a model; they take over together or not at all. Versions that serve and need
+        other instances only get those."""
         loaded: dict[int, Model] = {}
+        updates: dict[int, InstanceUpdate] = {}
         errors: dict[int, NaiadError] = {}
         versions: tuple[int, ...] = ()
+        in_place: dict[int, Model] = {}
         try:
             if isinstance(source.draft, NaiadError):
                 raise source.draft
@@ -328,12 +337,17 @@ class ModelManager:
                 self._log.warning(note)
             versions = choice.versions
             for version in versions:
-                if version not in record.models:
+                model = record.models.get(version)
+                if model is None:
                     record.states[version] = ("LOADING", "")
-            results = await asyncio.gather(*(self._load_version(source, v) for v in versions), return_exceptions=True)
+                elif self._needs_only_instances(model, source):
+                    in_place[version] = model
+            results = await self._all_of([self._load_version(source, v, in_place.get(v)) for v in versions])
             for version, result in zip(versions, results, strict=True):
                 if isinstance(result, Model):
                     loaded[version] = result
+                elif isinstance(result, InstanceUpdate):
+                    updates[version] = result
                 elif isinstance(result, NaiadError):
                     errors[version] = result
                 else:
@@ -344,26 +358,58 @@ class ModelManager:
             if errors:
                 raise InvalidArgument(
                     "".join(
-                        f"version {version} is at UNAVAILABLE state: {with_kind(error)};\n"
+                        f"version {version} is at {'READY' if version in in_place else 'UNAVAILABLE'} state: "
+                        f"{with_kind(error)};\n"
                         for version, error in errors.items()
                     )
                 )
-            for model in loaded.values():
-                self._made_of[model] = source
-                source.uses += 1
         except Exception as error:
-            self._update_failed(record, generation, versions, loaded, errors, error)
+            self._update_failed(record, generation, versions, in_place, errors, error)
+            for model in loaded.values():
+                self._discard(model)
+            for update in updates.values():
+                self._discard(update)
         else:
-            self._update_done(record, source, generation, loaded)
+            self._update_done(record, source, generation, loaded, updates)
         finally:
             self._release(source)
         self._reconcile()
 
-    async def _load_version(self, source: Source, version: int) -> Model:
+    def _needs_only_instances(self, model: Model, source: Source) -> bool:
+        return (
+            model.instances is not None
+            and model.failure is None
+            and needs_only_instances(model.config, self._made_of[model], source, model.version)
+        )
+
+    async def _all_of(
+        self, loads: list[Coroutine[Any, Any, Model | InstanceUpdate]]
+    ) -> list[Model | InstanceUpdate | BaseException]:
+        """The outcomes of loads beside each other. When it is cancelled nothing is left of them."""
+        tasks = [asyncio.ensure_future(load) for load in loads]
+        try:
+            return await asyncio.gather(*tasks, return_exceptions=True)
+        except asyncio.CancelledError:
+            for task in tasks:
+                if not task.cancelled() and task.exception() is None:
+                    self._discard(task.result())
+            raise
+
+    def _discard(self, result: Model | InstanceUpdate) -> None:
+        """Puts away what nobody has seen."""
+        if isinstance(result, InstanceUpdate):
+            self._spawn(result.abort(), f"unload new instances of {result.model.name}")
+        else:
+            self._spawn(result.close(), f"close {result.name}")
+
+    async def _load_version(self, source: Source, version: int, serving: Model | None) -> Model | InstanceUpdate:
+        """`serving` is the version as it serves, where it needs other instances only."""
         attempt = 0
         while True:
             try:
                 async with self._load_slots:
+                    if serving is not None:
+                        return await self._loader.update(serving, source)
                     return await self._loader.load(source, version)
             except NaiadError:
                 attempt += 1
@@ -375,7 +421,7 @@ class ModelManager:
         record: Record,
         generation: object,
         versions: tuple[int, ...],
-        loaded: dict[int, Model],
+        in_place: Mapping[int, Model],
         errors: dict[int, NaiadError],
         error: Exception,
     ) -> None:
@@ -394,34 +440,65 @@ class ModelManager:
                 self._log.error(f"failed to load '{record.name}' version {version}: {reason}")
             if version not in record.models:
                 record.states[version] = ("UNAVAILABLE", "unloaded" if record.abandoned else reason)
+            elif version in errors and version in in_place:
+                record.states[version] = ("READY", reason)
         if not versions:
             self._log.error(f"failed to load '{record.name}': {with_kind(problem)}")
-        for model in loaded.values():
-            self._spawn(model.close(), f"close {model.name}")
 
-    def _update_done(self, record: Record, source: Source, generation: object, loaded: dict[int, Model]) -> None:
+    def _update_done(
+        self,
+        record: Record,
+        source: Source,
+        generation: object,
+        loaded: dict[int, Model],
+        updates: dict[int, InstanceUpdate],
+    ) -> None:
         record.loading = None
+        for model in loaded.values():
+            self._made_of[model] = source
+            source.uses += 1
         if record.abandoned:
+            for update in updates.values():
+                self._discard(update)
             for version, model in loaded.items():
                 if version not in record.models:
                     record.states[version] = ("UNLOADING", "")
                 self._spawn(self._close(record, model), f"close {record.name}")
             return
         old = record.models
-        self._serve(record, loaded)
+        now = loaded | {version: update.model for version, update in updates.items()}
+        for version, update in updates.items():
+            self._log.info(f"updated '{record.name}' version {version}: {update.summary}")
+            self._commit(record, source, update)
+        self._serve(record, now)
         record.serving = generation
         record.failed = None
         record.error = None
-        for version in loaded:
+        for version in now:
             record.states[version] = ("READY", "")
-            self._log.info(f"successfully loaded '{record.name}' version {version}")
+            if version in loaded:
+                self._log.info(f"successfully loaded '{record.name}' version {version}")
         for version in list(record.states):
-            if version not in loaded and version not in old and version not in source.directory.versions:
+            if version not in now and version not in old and version not in source.directory.versions:
                 del record.states[version]
         for version, model in old.items():
+            if version in updates:
+                continue
             if version not in loaded:
                 record.states[version] = ("UNLOADING", "")
             self._spawn(self._close(record, model), f"close {record.name}")
+
+    def _commit(self, record: Record, source: Source, update: InstanceUpdate) -> None:
+        model = update.model
+        leaving = update.commit()
+        self._release(self._made_of[model])
+        self._made_of[model] = source
+        source.uses += 1
+        # Nobody can say how long the sequences of an instance that leaves go on.
+        if model.config.scheduling != "sequence":
+            record.leaving |= leaving
+            for task in leaving:
+                task.add_done_callback(record.leaving.discard)
 
     def _serve(self, record: Record, models: dict[int, Model]) -> None:
         record.models = models
@@ -510,7 +587,11 @@ class ModelManager:
 
 
 def _same_files(one: ModelDirectory, other: ModelDirectory) -> bool:
-    return one.fingerprint == other.fingerprint and one.versions == other.versions
+    return (one.fingerprint, one.config_fingerprint, one.versions) == (
+        other.fingerprint,
+        other.config_fingerprint,
+        other.versions,
+    )
 
 
 def _same(one: Source, other: Source) -> bool:

@@ -6,38 +6,29 @@ answer; a version is closed only when no lease is held. Nothing is awaited betwe
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Protocol
 
 from naiad.config.model_config import ModelConfig
 from naiad.errors import Unavailable
-from naiad.instances.instance import Instance
+from naiad.instances.hosts import UNLOAD_S
 from naiad.messages import ModelMetadata, ModelStatistics, TensorMetadata
 from naiad.models.check import RequestCheck
+from naiad.models.instances import Held, VersionInstances
+from naiad.models.placement import Exchange
 from naiad.scheduling.scheduler import Scheduler
 
 
-class Closable(Protocol):
-    """What a version leaves behind when it goes: its hosts."""
-
-    async def close(self, timeout_s: float) -> None: ...
-
-
-#: How long what has no requests any more may take to unload.
-_UNLOAD_S = 30.0
-
-
 class Model:
-    """One version of a model, loaded. Everything about it that does not change is computed here, once."""
+    """One version of a model, loaded. Everything about it that does not change is computed here, once; what does is
+    its instances, and `config` with them."""
 
     def __init__(
         self,
         config: ModelConfig,
         version: int,
         scheduler: Scheduler,
-        instances: Sequence[Instance],
         statistics: ModelStatistics,
         labels: dict[str, list[str]],
-        hosted: Closable | None,
+        instances: VersionInstances | None,
         load_duration_s: float,
         members: Sequence["Model"] = (),
         readiness: Callable[[], Awaitable[bool]] | None = None,
@@ -54,7 +45,6 @@ class Model:
         self.readiness = readiness
         self.check = RequestCheck(config)
         self.metadata = metadata_of(config, version)
-        self._hosted = hosted
         #: Those an ensemble is made of. Whoever makes it has leased them for it; it gives them back when it goes.
         self._members = members
         self._leases = 0
@@ -67,8 +57,7 @@ class Model:
     @property
     def failure(self) -> str | None:
         """Why no instance can serve any more, or None."""
-        failures = [instance.failure for instance in self.instances]
-        return failures[0] if failures and all(failures) else None
+        return None if self.instances is None else self.instances.failure
 
     @property
     def is_leased(self) -> bool:
@@ -89,6 +78,19 @@ class Model:
         if self._closing and not self._leases:
             self._returned.set()
 
+    async def update(self, config: ModelConfig) -> "InstanceUpdate":
+        """Loads what `config`, which differs in its instance groups only, has of new instances. Raises NaiadError; then
+        nothing has changed."""
+        instances = self.instances
+        assert instances is not None, "this is a bug: an ensemble has no instances"
+        self.lease()
+        try:
+            change = instances.exchange_for(config)
+            return InstanceUpdate(self, instances, config, change, await instances.load(config, change.added))
+        except BaseException:
+            self.release()
+            raise
+
     async def close(self) -> None:
         """Waits for every lease, however long it takes, and closes the hosts."""
         self._closing = True
@@ -96,14 +98,51 @@ class Model:
             await self._returned.wait()
         if not self._leases:
             await self.scheduler.close()
-        if self._hosted is not None:
-            await self._hosted.close(0 if self._leases else _UNLOAD_S)
+        if self.instances is not None:
+            await self.instances.close(0 if self._leases else UNLOAD_S)
         for member in self._members:
             member.release()
 
     def give_up(self) -> None:
         """Ends the waiting of `close`: the hosts are closed all the same, which fails what still runs."""
         self._returned.set()
+
+
+class InstanceUpdate:
+    """A version whose new instances are ready: `commit` or `abort` it. It holds a lease until then, so that the version
+    does not go."""
+
+    def __init__(
+        self, model: Model, instances: VersionInstances, config: ModelConfig, change: Exchange, loaded: list[Held]
+    ) -> None:
+        self.model = model
+        self._instances = instances
+        self._config = config
+        self._change = change
+        self._loaded = loaded
+
+    def __repr__(self) -> str:
+        return f"<InstanceUpdate of {self.model!r}: {self.summary}>"
+
+    @property
+    def summary(self) -> str:
+        """What changes, in words."""
+        kept, removed, added = self._change
+        return f"{len(kept)} instances stay, {len(removed)} go, {len(added)} are new"
+
+    def commit(self) -> set[asyncio.Task[None]]:
+        """The model goes on with the new instances. The tasks end as the old ones have left."""
+        self.model.config = self._config
+        leaving = self._instances.commit(self._config, self._change, self._loaded)
+        self.model.release()
+        return leaving
+
+    async def abort(self) -> None:
+        """The model goes on as it was."""
+        try:
+            await self._instances.drop(self._loaded)
+        finally:
+            self.model.release()
 
 
 def metadata_of(config: ModelConfig, version: int) -> ModelMetadata:

@@ -3,6 +3,7 @@
 Changed by the manager only. Look-ups are on the way of every request.
 """
 
+import asyncio
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -85,6 +86,8 @@ class Record:
     #: Why the last load failed, as the caller of `load` is told.
     error: NaiadError | None = None
     models: dict[int, Model] = field(default_factory=dict)
+    #: Instances that an update took out and that end what they have begun; not those of sequences.
+    leaving: set[asyncio.Task[None]] = field(default_factory=set)
     #: The newest of them: what a request without a version gets.
     latest: Model | None = None
     states: dict[int, tuple[State, str]] = field(default_factory=dict)

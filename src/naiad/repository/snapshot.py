@@ -18,6 +18,8 @@ from naiad.errors import InvalidArgument
 
 #: Folders of a model that belong to its configuration and are never versions.
 RESERVED_DIRECTORIES = frozenset({"warmup", "initial_state", "configs"})
+#: What of a model folder is nothing but configurations.
+_CONFIGURATIONS = frozenset({"config.pbtxt", "configs"})
 _LARGEST_VERSION = 2**63 - 1
 
 
@@ -32,8 +34,9 @@ class VersionDirectory:
 
 @dataclass(frozen=True, slots=True)
 class ModelDirectory:
-    """A model folder. `fingerprint` covers all that is not in a version folder: configuration, labels, warm-up data,
-    modules. `notes` are warnings for the log about folders that were left out."""
+    """A model folder. `fingerprint` covers all that is not in a version folder: labels, warm-up data, modules;
+    `config_fingerprint` the configurations, which are no part of it. `notes` are warnings for the log about folders that were
+    left out."""
 
     name: str
     repository: str
@@ -41,6 +44,7 @@ class ModelDirectory:
     fingerprint: str
     versions: Mapping[int, VersionDirectory]
     notes: tuple[str, ...] = ()
+    config_fingerprint: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,14 +132,23 @@ def _read_model(name: str, repository: str) -> ModelDirectory | None:
     versions: dict[int, VersionDirectory] = {}
     notes: list[str] = []
     rest: list[os.DirEntry[str]] = []
+    configs: list[os.DirEntry[str]] = []
     for child in children:
         number = _version_number(child, name, notes)
         if number is None:
-            rest.append(child)
+            (configs if child.name in _CONFIGURATIONS else rest).append(child)
         else:
             path = directory / child.name
             versions[number] = VersionDirectory(number, path, _fingerprint([child]))
-    return ModelDirectory(name, repository, directory, _fingerprint(rest), dict(sorted(versions.items())), tuple(notes))
+    return ModelDirectory(
+        name,
+        repository,
+        directory,
+        _fingerprint(rest),
+        dict(sorted(versions.items())),
+        tuple(notes),
+        _fingerprint(configs),
+    )
 
 
 def _version_number(entry: os.DirEntry[str], model: str, notes: list[str]) -> int | None:

@@ -11,8 +11,8 @@ not free keeps those behind it from what it waits for, so many small ones do not
 need, others may take. (In Triton nobody at all overtakes the first in the line.)
 """
 
+import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol
 
 from naiad.backends.api import InstanceContext
 from naiad.config.model_config import InstanceGroup
@@ -135,19 +135,16 @@ class Resources:
         )
 
 
-class Closable(Protocol):
-    async def close(self, timeout_s: float) -> None: ...
-
-
 #: An instance to be, and the group it is of.
 Placed = tuple[InstanceGroup, InstanceContext]
+_NO_CLAIM = Claim({})
 
 
 class NoLimiter:
     """`--rate-limit=off`: instances stay as they are."""
 
     def admit(self, placed: Sequence[Placed]) -> list[Claim]:
-        return []
+        return [_NO_CLAIM] * len(placed)
 
     def leave(self, claims: Sequence[Claim]) -> None:
         pass
@@ -155,8 +152,8 @@ class NoLimiter:
     def limited(self, instances: list[Instance], claims: Sequence[Claim]) -> list[Instance]:
         return instances
 
-    def hosted(self, hosted: Closable, claims: Sequence[Claim]) -> Closable:
-        return hosted
+    async def handed_over(self, claim: Claim) -> None:
+        pass
 
 
 class RateLimiter:
@@ -176,7 +173,7 @@ class RateLimiter:
         return claims
 
     def leave(self, claims: Sequence[Claim]) -> None:
-        """The instances of a version are gone."""
+        """The instances are gone."""
         for claim in claims:
             if (holder := self._holders.pop(claim, None)) is not None:
                 holder.end()
@@ -191,9 +188,9 @@ class RateLimiter:
             limited.append(holder)
         return limited
 
-    def hosted(self, hosted: Closable, claims: Sequence[Claim]) -> Closable:
-        """The hosts of a version, whose claims go when they are closed."""
-        return _LimitedHost(hosted, self, claims)
+    async def handed_over(self, claim: Claim) -> None:
+        """Returns when no batch waits in the instance for its resources; for one that gets no more of them."""
+        await self._holders[claim].handed_over()
 
     def want(self, claim: Claim) -> None:
         self._resources.want(claim)
@@ -227,6 +224,8 @@ class LimitedInstance:
         self._held: Execution | None = None
         #: The batches in the instance below.
         self._open: dict[Execution, _Running] = {}
+        #: Set when the batch that waits goes on, for who waits for that.
+        self._handed_over: asyncio.Event | None = None
         instance.on_change = self._changed
 
     def __repr__(self) -> str:
@@ -254,10 +253,15 @@ class LimitedInstance:
         if (running := self._open.get(batch)) is not None:
             self._instance.cancel(running, index)
 
+    async def handed_over(self) -> None:
+        """Returns when no batch waits here any more."""
+        if self._held is not None:
+            self._handed_over = asyncio.Event()
+            await self._handed_over.wait()
+
     def granted(self) -> None:
         """The resources are there."""
-        batch, self._held = self._held, None
-        assert batch is not None, "this is a bug: resources were given to an instance that wants none"
+        batch = self._release()
         self._open[batch] = running = _Running(batch, self)
         if self._instance.losses == self._losses and self._instance.is_available:
             self._instance.execute(running)
@@ -285,10 +289,16 @@ class LimitedInstance:
         self.on_change()
 
     def _drop(self) -> None:
-        batch, self._held = self._held, None
-        assert batch is not None, "this is a bug: no batch to be dropped"
+        batch = self._release()
         self._limiter.withdraw(self._claim)
         self._fail(batch)
+
+    def _release(self) -> Execution:
+        batch, self._held = self._held, None
+        assert batch is not None, "this is a bug: no batch waits for resources"
+        if self._handed_over is not None:
+            self._handed_over.set()
+        return batch
 
     def _fail(self, batch: Execution) -> None:
         why = self._instance.failure or "its host process has ended"
@@ -331,19 +341,6 @@ class _Running:
         self._unanswered -= 1
         if self._completed and not self._unanswered:
             self._holder.answered(self)
-
-
-class _LimitedHost:
-    def __init__(self, hosted: Closable, limiter: RateLimiter, claims: Sequence[Claim]) -> None:
-        self._hosted = hosted
-        self._limiter = limiter
-        self._claims = claims
-
-    async def close(self, timeout_s: float) -> None:
-        try:
-            await self._hosted.close(timeout_s)
-        finally:
-            self._limiter.leave(self._claims)
 
 
 def claim_of(group: InstanceGroup, context: InstanceContext) -> Claim:

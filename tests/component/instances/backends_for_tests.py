@@ -70,6 +70,9 @@ class Misbehaving(Identity):
             return {"OUTPUT0": np.array([[b"1"], [b"2"]], object)}
         elif what == "extra":
             return {"OUTPUT0": result, "OTHER": result}
+        elif what == "wait":
+            while not os.path.exists(argument):
+                time.sleep(0.002)
         elif what == "big":
             result = np.full_like(result, b"x" * int(argument))
         elif what == "close_fds":

@@ -171,13 +171,14 @@ async def test_a_wrong_timeout_parameter_is_refused(lab, text):
 async def test_unloading_ends_the_process_and_waits_for_requests(lab):
     model = await lab.load("Slow", STRINGS)
     (pid,) = model.pids
+    (instance,) = model.instances
     batch = Batch(command("x"), rows=[1])
-    model.instances[0].execute(batch)
+    instance.execute(batch)
     await model.close(timeout_s=20)
     assert batch.finals == [1]
     assert output(batch.results[0][0]) == b"x"
     assert not is_alive(pid)
-    assert not model.instances[0].is_available
+    assert not instance.is_available
 
 
 async def test_unloading_kills_what_does_not_end(lab):

@@ -109,13 +109,18 @@ def test_names_and_in_how_many_repositories_they_are(tmp_path):
     assert model_names([tmp_path / "x", tmp_path / "y", tmp_path / "y", tmp_path / "missing"]) == {"m": 2, "other": 1}
 
 
-def changed(tmp_path: Path, change) -> tuple[bool, bool]:
-    """Whether a change of model `m` shows in the fingerprints of the model and of version 1."""
+def changed(tmp_path: Path, change) -> set[str]:
+    """In which fingerprints a change of model `m` shows: of its configurations, of its other files, of version 1."""
     before = scan([tmp_path]).models["m"]
     assert scan([tmp_path]).models["m"] == before
     change()
     after = scan([tmp_path]).models["m"]
-    return after.fingerprint != before.fingerprint, after.versions[1].fingerprint != before.versions[1].fingerprint
+    differs = {
+        "config": after.config_fingerprint != before.config_fingerprint,
+        "files": after.fingerprint != before.fingerprint,
+        "version": after.versions[1].fingerprint != before.versions[1].fingerprint,
+    }
+    return {part for part, is_different in differs.items() if is_different}
 
 
 def touch(path: Path) -> None:
@@ -126,17 +131,17 @@ def touch(path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        (lambda m: None, (False, False)),
-        (lambda m: touch(m / "config.pbtxt"), (True, False)),
-        (lambda m: write(m / "labels.txt"), (True, False)),
-        (lambda m: write(m / "configs" / "h100.pbtxt"), (True, False)),
-        (lambda m: write(m / "lib" / "deep" / "x.py"), (True, False)),
-        (lambda m: write(m / "2" / "model.py"), (False, False)),
-        (lambda m: touch(m / "1" / "model.py"), (False, True)),
-        (lambda m: write(m / "1" / "deep" / "weights"), (False, True)),
-        (lambda m: (m / "1" / "model.py").unlink(), (False, True)),
-        (lambda m: (m / "1" / "model.py").rename(m / "1" / "other.py"), (False, True)),
-        (lambda m: write(m / "1" / "__pycache__" / "model.pyc"), (False, False)),
+        (lambda m: None, set()),
+        (lambda m: touch(m / "config.pbtxt"), {"config"}),
+        (lambda m: write(m / "labels.txt"), {"files"}),
+        (lambda m: write(m / "configs" / "h100.pbtxt"), {"config"}),
+        (lambda m: write(m / "lib" / "deep" / "x.py"), {"files"}),
+        (lambda m: write(m / "2" / "model.py"), set()),
+        (lambda m: touch(m / "1" / "model.py"), {"version"}),
+        (lambda m: write(m / "1" / "deep" / "weights"), {"version"}),
+        (lambda m: (m / "1" / "model.py").unlink(), {"version"}),
+        (lambda m: (m / "1" / "model.py").rename(m / "1" / "other.py"), {"version"}),
+        (lambda m: write(m / "1" / "__pycache__" / "model.pyc"), set()),
     ],
 )
 def test_what_changes_which_fingerprint(tmp_path, change, expected):
@@ -152,7 +157,7 @@ def test_a_file_that_keeps_its_time_but_not_its_size_is_changed(tmp_path):
         file.write_text("longer")
         os.utime(file, ns=times)
 
-    assert changed(tmp_path, append) == (False, True)
+    assert changed(tmp_path, append) == {"version"}
 
 
 def test_links_are_followed(tmp_path):

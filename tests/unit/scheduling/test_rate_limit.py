@@ -1,5 +1,6 @@
 """Who may execute under --rate-limit=execution_count, as tables; and that held batches lose nothing."""
 
+import asyncio
 from collections import Counter
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -334,29 +335,34 @@ def test_a_version_that_leaves_takes_what_waits_in_it_along() -> None:
     assert it.below[1].batches == []
 
 
-async def test_claims_go_when_the_hosts_are_closed() -> None:
+def test_what_an_instance_that_has_left_claimed_is_forgotten() -> None:
     limiter = RateLimiter()
     placed = [(InstanceGroup("g", "KIND_CPU", 1, resources=(Resource("R", 2),)), InstanceContext("g", "KIND_CPU"))]
-    claims = limiter.admit(placed)
-    closed = []
-
-    class Hosted:
-        async def close(self, timeout_s: float) -> None:
-            closed.append(timeout_s)
-
-    await limiter.hosted(Hosted(), claims).close(3)
-    assert closed == [3]
+    limiter.leave(limiter.admit(placed))
     as_global = [(InstanceGroup("g", "KIND_CPU", 1, resources=(Resource("R", 1, is_global=True),)), placed[0][1])]
     limiter.admit(as_global)  # No device-specific one is left.
     with pytest.raises(InvalidArgument):
         limiter.admit(placed)
 
 
+async def test_an_instance_that_leaves_hands_over_what_waits_in_it() -> None:
+    it = limited(1, 1)
+    for instance in it.above:
+        instance.execute(FakeBatch())
+    await it.limiter.handed_over(it.claims[0])
+    handed_over = asyncio.create_task(it.limiter.handed_over(it.claims[1]))
+    await asyncio.sleep(0)
+    assert not handed_over.done()
+    it.below[0].finish()
+    await asyncio.wait_for(handed_over, 10)
+    assert len(it.below[1].batches) == 1
+
+
 def test_without_the_option_nothing_is_wrapped() -> None:
     off = NoLimiter()
     instances = [FakeInstance()]
-    assert off.limited(instances, off.admit([])) is instances
-    hosted = SimpleNamespace()
-    assert off.hosted(hosted, []) is hosted
-    off.leave([])
+    claims = off.admit([(InstanceGroup("g", "KIND_CPU", 1), InstanceContext("g", "KIND_CPU"))])
+    assert len(claims) == 1
+    assert off.limited(instances, claims) is instances
+    off.leave(claims)
     assert isinstance(limited(1).above[0], LimitedInstance)

@@ -1,0 +1,141 @@
+"""Instances that come to a loaded version and leave it, in processes of their own, in one process, in the server's."""
+
+import asyncio
+import os
+import signal
+
+import pytest
+from instance_lab import Batch, available, parameters, run, until
+from test_hosts import STRINGS, command, is_alive, output, quick_restarts, say
+
+from naiad.backends.api import InstanceContext
+from naiad.errors import NaiadError, Unavailable
+
+
+def contexts(*names):
+    return [InstanceContext(name, "KIND_CPU") for name in names]
+
+
+@pytest.fixture(params=["processes", "threads", "server"])
+async def place(request, make_lab):
+    """A lab and the name of a backend."""
+    async with make_lab(
+        isolation="none" if request.param == "server" else "model", restart_policy=quick_restarts
+    ) as lab:
+        yield lab, "Processes" if request.param == "processes" else "Misbehaving"
+
+
+async def test_instances_come_and_go(place):
+    lab, backend = place
+    model = await lab.load(backend, STRINGS)
+    (first,) = model.instances
+    second, third = await model.load(STRINGS, contexts("second", "third"))
+    assert model.instances == [first, second, third]
+    for instance in model.instances:
+        assert output(await say(instance, "hello")) == b"hello"
+    await model.remove([first, third])
+    assert model.instances == [second]
+    assert not first.is_available
+    assert output(await say(second, "hello")) == b"hello"
+    await model.remove([second])
+    (last,) = await model.load(STRINGS, contexts("last"))
+    assert output(await say(last, "hello")) == b"hello"
+    await model.close()
+
+
+async def test_what_is_inside_an_instance_ends_before_it_leaves(place, tmp_path):
+    lab, backend = place
+    model = await lab.load(backend, STRINGS, instances=2)
+    first, second = model.instances
+    go_on = tmp_path / "go"
+    batch = Batch(command(f"wait {go_on}"), rows=[1])
+    first.execute(batch)
+    removing = asyncio.create_task(model.remove([first]))
+    assert output(await say(second, "hello")) == b"hello"
+    assert not removing.done()
+    assert not first.is_available
+    go_on.touch()
+    [[answer]] = await batch.ended()
+    assert output(answer).startswith(b"wait ")
+    await asyncio.wait_for(removing, 20)
+    assert model.instances == [second]
+
+
+async def test_closing_all_ends_the_waiting_for_one(place):
+    lab, backend = place
+    model = await lab.load(backend, STRINGS, instances=2)
+    batch = Batch(command("hang"), rows=[1])
+    model.instances[0].execute(batch)
+    removing = asyncio.create_task(model.remove([model.instances[0]]))
+    await asyncio.sleep(0)
+    await asyncio.wait_for(model.close(0), 20)
+    [[error]] = await batch.ended()
+    assert isinstance(error, Unavailable)
+    await asyncio.wait_for(removing, 20)
+
+
+async def test_a_new_instance_that_fails_leaves_the_others(place):
+    lab, backend = place
+    model = await lab.load(backend, STRINGS)
+    (first,) = model.instances
+    pids = model.pids
+    with pytest.raises(NaiadError, match="cannot open"):
+        await model.load({**STRINGS, **parameters(fail="cannot open")}, contexts("a", "b"))
+    assert (model.instances, model.pids) == ([first], pids)
+    assert output(await say(first, "hello")) == b"hello"
+
+
+async def test_a_process_of_its_own_ends_with_its_instance(lab):
+    model = await lab.load("Processes", STRINGS, instances=2)
+    first, second = model.pids
+    await model.remove(model.instances[:1])
+    assert not is_alive(first)
+    assert model.pids == [second]
+
+
+async def test_new_instances_share_the_process_of_the_others(lab):
+    model = await lab.load("Misbehaving", STRINGS)
+    pids = model.pids
+    await model.load(STRINGS, contexts("second"))
+    assert model.pids == pids
+    assert is_alive(*pids)
+
+
+async def test_a_host_that_dies_comes_back_with_the_instances_that_are_there_now(lab):
+    model = await lab.load("Misbehaving", STRINGS, instances=3)
+    first, second, third = model.instances
+    await model.remove([second])
+    (new,) = await model.load(STRINGS, contexts("new"))
+    os.kill(*model.pids, signal.SIGKILL)
+    await until(lambda: not first.is_available)
+    for instance in first, third, new:
+        await available(instance)
+        assert output(await say(instance, "hello")) == b"hello"
+    assert not second.is_available
+    assert model.restarts == 1
+    # Once of the version, not of each of its parts.
+    assert len([line for line in lab.logs if line[2] == "INFO" and "is running again" in line[3]]) == 1
+
+
+async def test_a_host_that_has_gone_is_not_forgotten_by_the_count_of_restarts(make_lab):
+    async with make_lab(restart_policy=quick_restarts) as lab:
+        model = await lab.load("Processes", STRINGS, instances=2)
+        first = model.instances[0]
+        os.kill(model.pids[0], signal.SIGKILL)
+        await until(lambda: not first.is_available)
+        await available(first)
+        assert model.restarts == 1
+        await model.remove([first])
+        assert model.restarts == 1
+
+
+async def test_an_instance_that_leaves_is_closed(lab, tmp_path):
+    trace = tmp_path / "trace"
+    trace.touch()
+    configuration = {**STRINGS, **parameters(trace=str(trace))}
+    model = await lab.load("Closing", configuration, instances=2)
+    await model.remove(model.instances[1:])
+    await until(lambda: trace.read_text() == "m_0_1\n")
+    await run(model.instances[0], command("x"), rows=[1])
+    await model.close()
+    assert trace.read_text() == "m_0_1\nm_0_0\n"
