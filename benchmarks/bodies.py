@@ -72,7 +72,7 @@ def decode(form: str, data: bytes, head_length: int, expected: Arrays) -> Arrays
     document = orjson.loads(data[:head_length] if head_length else data)
     rest, arrays = memoryview(data)[head_length:], {}
     for tensor in document["outputs"]:
-        size = tensor.get("parameters", {}).get("binary_data_size")
+        size = (tensor.get("parameters") or {}).get("binary_data_size")
         if size is None:
             arrays[tensor["name"]] = _listed(tensor)
         else:

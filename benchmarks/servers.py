@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -98,8 +99,10 @@ class Running:
         try:
             self._process.wait(30)
         except subprocess.TimeoutExpired:
+            pass
+        with suppress(ProcessLookupError):  # what it left behind
             os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+        self._process.wait()
 
     def log(self) -> str:
         self._log.seek(0)
@@ -245,7 +248,7 @@ def _peer(name: str, *requirements: str, binary: str, infer_path: str = "/infer"
 _COMMON = ("numpy==2.4.6", "onnxruntime==1.31.1", "orjson==3.13.0")
 _v2_peer = partial(_peer, infer_path=V2_INFER, ready_path="/v2/models/{model}/ready")
 _PEERS = (
-    _v2_peer("mlserver", "mlserver==1.7.1", *_COMMON, binary="json"),
+    _v2_peer("mlserver", "mlserver==1.7.1", "uvloop==0.21.0", *_COMMON, binary="json"),
     _v2_peer("kserve", "kserve==0.21.0", *_COMMON, binary="binary"),
     _peer("litserve", "litserve==0.2.19", *_COMMON, binary="json", ready_path="/health"),
     _peer("bentoml", "bentoml==1.4.39", *_COMMON, binary="json", ready_path="/readyz"),

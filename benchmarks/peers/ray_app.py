@@ -28,6 +28,7 @@ class Model:
         return Response(encode_http(content_type, outputs), media_type=content_type)
 
 
+os.environ["RAY_AUTH_MODE"] = "disabled"  # else it leaves a token in the home folder
 variables = {name: value for name, value in os.environ.items() if name.startswith("BENCH_")}
 variables["PYTHONPATH"] = os.path.dirname(__file__)
 ray.init(
