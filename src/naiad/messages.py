@@ -209,14 +209,17 @@ class Latencies(msgspec.Struct):
             self.request[bisect_left(bounds, end_ns - queued_ns[0])] += 1
             self.queue[bisect_left(bounds, start_ns - queued_ns[0])] += 1
             return
-        first, last = min(queued_ns), max(queued_ns)
+        ordered = sorted(queued_ns)
         for counts, time_ns in ((self.request, end_ns), (self.queue, start_ns)):
-            slowest = bisect_left(bounds, time_ns - first)
-            if slowest == bisect_left(bounds, time_ns - last):
-                counts[slowest] += count
-            else:
-                for at_ns in queued_ns:
-                    counts[bisect_left(bounds, time_ns - at_ns)] += 1
+            slowest = bisect_left(bounds, time_ns - ordered[0])
+            fastest = bisect_left(bounds, time_ns - ordered[-1])
+            counted = 0
+            for bucket in range(slowest, fastest, -1):
+                # Those queued earlier took longer than the bucket below reaches.
+                before = bisect_left(ordered, time_ns - bounds[bucket - 1])
+                counts[bucket] += before - counted
+                counted = before
+            counts[fastest] += count - counted
 
     def add_cached(self, ns: int) -> None:
         """Counts a request that was answered without an execution; all of it was waiting (reference R14-6)."""

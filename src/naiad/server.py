@@ -52,6 +52,8 @@ from naiad.telemetry.trace import TraceSettings
 
 #: How many descriptors the server wants to have, if it may.
 _FILES = 1 << 20
+#: So many objects more than before make the garbage collector look at the youngest.
+_GC_THRESHOLD = 20_000
 
 
 def serve(options: ServerOptions) -> int:
@@ -177,9 +179,11 @@ class Server:
                     self.failed_models = manager.table.failures()
                     self.unreadable = bool(manager.first_snapshot.failures)
                     show_models(log, await engine.index())
-                    # What is there now stays: the collector need not look at it again, which would take tens of ms.
+                    # What is there now stays: the collector need not look at it again, which would take tens of ms. Nor
+                    # need it look at some hundred requests in flight, which end without its help.
                     gc.collect()
                     gc.freeze()
+                    gc.set_threshold(_GC_THRESHOLD)
                     if not self.unreadable:
                         # Otherwise the server is neither live nor ready, whatever it serves, as in Triton.
                         engine.started()

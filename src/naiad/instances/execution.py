@@ -665,7 +665,7 @@ class RequestExecution:
                     if spec is not None:
                         array = _reshape_input(array, spec, self._signature.batching)
                     arrays[index][tensor.name] = array
-        names = self._signature.output_names
+        names = frame.outputs or self._signature.output_names
         return [HostRequest(self, frame.batch, i, arrays[i], details[i], names) for i in range(count)]
 
 

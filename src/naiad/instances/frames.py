@@ -75,7 +75,8 @@ class Details(msgspec.Struct, array_like=True, gc=False):
 
 
 class Execute(msgspec.Struct, array_like=True, gc=False):
-    """One batch. `outputs` are those anybody asked for, empty for all. `details` is None where all are defaults.
+    """One batch. `outputs` are those anybody asked for, empty for all. `details` is None where all requests ask for just
+    these and say nothing else.
 
     With `one_shot` > 0 the inputs lie in a memfd of that many bytes which comes with the frame, else in the
     instance's input arena. A descriptor without `one_shot` is a new input arena.

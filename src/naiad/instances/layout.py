@@ -104,8 +104,12 @@ def _columns(requests: Sequence[InferRequest]) -> Sequence[Sequence[Tensor | Non
 
 def asked_outputs(requests: Sequence[InferRequest]) -> tuple[str, ...]:
     """The names of all outputs anybody asked for; empty for all."""
-    if len(requests) == 1:
-        return requests[0].outputs
+    first = requests[0].outputs
+    for request in requests:
+        if request.outputs is not first and request.outputs != first:
+            break
+    else:
+        return first
     names: dict[str, None] = {}
     for request in requests:
         if not request.outputs:
@@ -114,10 +118,18 @@ def asked_outputs(requests: Sequence[InferRequest]) -> tuple[str, ...]:
     return tuple(names)
 
 
-def details(requests: Sequence[InferRequest]) -> list[Details] | None:
-    """What the requests carry besides tensors; None where it is nothing."""
+def details(requests: Sequence[InferRequest], asked: tuple[str, ...]) -> list[Details] | None:
+    """What the requests carry besides tensors; None where it is nothing, but that all ask for the outputs `asked`."""
     for r in requests:
-        if r.id or r.outputs or r.parameters or r.sequence is not None or r.priority or r.timeout_us or r.trace:
+        if (
+            r.id
+            or (r.outputs is not asked and r.outputs != asked)
+            or r.parameters
+            or r.sequence is not None
+            or r.priority
+            or r.timeout_us
+            or r.trace
+        ):
             return [_details(request) for request in requests]
     return None
 

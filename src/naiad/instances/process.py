@@ -184,14 +184,9 @@ class ProcessInstance:
         self._ticks = 0
         requests = batch.requests
         laid_out = layout.lay_out(requests)
-        frame = Execute(
-            number,
-            laid_out.inputs,
-            list(batch.rows),
-            layout.asked_outputs(requests),
-            layout.details(requests) if self._tenant.takes_requests else None,
-            0,
-        )
+        asked = layout.asked_outputs(requests)
+        details = layout.details(requests, asked) if self._tenant.takes_requests else None
+        frame = Execute(number, laid_out.inputs, list(batch.rows), asked, details, 0)
         inputs, channel = self._inputs, self._channel
         assert channel is not None
         if laid_out.byte_size > self._tenant.host.limits.arena:

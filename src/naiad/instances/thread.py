@@ -130,8 +130,9 @@ class ThreadInstance:
         self.idle.clear()
         requests = batch.requests
         laid_out = layout.lay_out(requests)
-        details = layout.details(requests)
-        frame = Execute(number, laid_out.inputs, list(batch.rows), layout.asked_outputs(requests), details, 0)
+        asked = layout.asked_outputs(requests)
+        details = layout.details(requests, asked)
+        frame = Execute(number, laid_out.inputs, list(batch.rows), asked, details, 0)
         size = laid_out.byte_size
         data = self._inputs
         if size > len(data):

@@ -88,15 +88,13 @@ class RequestCheck:
             rows = inputs[0].shape[0] if inputs and inputs[0].shape else 0
             if not 0 < rows <= self._max_batch_size:
                 rows = self._explain(request)
-        for spec, tensor in zip(specs, inputs, strict=True):
-            if not _fits(spec, tensor, rows, batching):
+        for index, spec in enumerate(specs):
+            if not _fits(spec, inputs[index], rows, batching):
                 rows = self._explain(request)
                 break
         if not self._varies and len(names) == len(self._order):
             return request, rows, None
-        shapes = tuple(
-            [tensor.shape[1:] if spec.shape_size else None for spec, tensor in zip(specs, inputs, strict=True)]
-        )
+        shapes = tuple([inputs[index].shape[1:] if spec.shape_size else None for index, spec in enumerate(specs)])
         return request, rows, shapes if len(names) == len(self._order) else (names, shapes)
 
     def _explain(self, request: InferRequest) -> int:

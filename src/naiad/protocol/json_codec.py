@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from naiad.config.model_config import ModelConfig
-from naiad.datatypes import BY_NAME, Buffer, DataType
+from naiad.datatypes import BY_NAME, BY_NUMBER, Buffer, DataType
 from naiad.errors import Internal, InvalidArgument
 from naiad.messages import InferRequest, InferResponse, ParameterValue, SequenceControl, Tensor
 from naiad.protocol.json_text import (
@@ -33,7 +33,7 @@ from naiad.protocol.json_text import (
     too_deep,
     unsigned_member,
 )
-from naiad.protocol.outputs import ALL_BINARY, ALL_JSON, OutputPlan, OutputSpec, classify
+from naiad.protocol.outputs import ALL_BINARY, OutputPlan, OutputSpec, classify, plan_of
 
 DEFAULT_MAX_INPUT_SIZE = 67108864
 
@@ -79,6 +79,7 @@ JSON_HEADERS: Headers = [("content-type", "application/json")]
 #: number of texts.
 _TEMPLATE_SIZE = 1024
 _TEMPLATES = 1024
+_SMALL = 4096
 _TemplateKey = tuple[bytes, str, int]
 
 
@@ -103,7 +104,8 @@ class _Template:
         self.tail_size = tail_size
 
     def request(self, body: bytes | memoryview, at: int) -> InferRequest:
-        tail = memoryview(body)
+        # Little is copied faster than a view of it is made.
+        tail = body if len(body) <= _SMALL else memoryview(body)
         inputs: list[Tensor] = []
         for name, datatype, shape, size in self._inputs:
             inputs.append(Tensor(name, datatype, shape, tail[at : at + size]))
@@ -118,8 +120,11 @@ def header_length(given: str | None, body_size: int) -> int:
     """How many bytes of the body are JSON: `given` is the header Inference-Header-Content-Length. 0 is a raw request."""
     if given is None:
         return body_size
-    match = _LEADING_INTEGER.match(given)
-    length = int(match[1]) if match else 0
+    if given.isdecimal():
+        length = int(given)
+    else:
+        match = _LEADING_INTEGER.match(given)
+        length = int(match[1]) if match else 0
     if not 0 <= length <= body_size:
         raise InvalidArgument(f"inference header size should be in range (0, {body_size}), got: {given}")
     return length
@@ -215,13 +220,11 @@ def decode_request(
     if at != len(tail):
         raise InvalidArgument(f"unexpected additional input data for model '{model_name}'")
 
-    plan = ALL_BINARY if binary_default else ALL_JSON
-    outputs: tuple[str, ...] = ()
+    specs: list[OutputSpec] = []
     if "outputs" in document:
         specs = [_read_output(item) for item in array_member(document, "outputs", "Unable to parse 'outputs': ")]
-        if specs:
-            plan = OutputPlan({spec.name: spec for spec in specs}, binary_default)
-            outputs = tuple([spec.name for spec in specs])
+    plan = plan_of(specs, binary_default)
+    outputs = tuple([spec.name for spec in specs])
     request = InferRequest(
         model_name, tuple(inputs), model_version, request_id, outputs, parameters, sequence, priority, timeout_us
     )
@@ -501,6 +504,8 @@ def encode_response(
     `labels` are the model's, by output; `batched` says whether the first dimension is the batch; `regions` take the
     outputs that go to shared memory, by output. The response's buffers are not needed afterwards.
     """
+    if plan.is_binary and not response.id and not response.parameters:
+        return _encode_binary(response, plan)
     document: dict[str, Any] = {"id": response.id} if response.id else {}
     document["model_name"] = response.model_name
     document["model_version"] = str(response.model_version)
@@ -551,10 +556,56 @@ def encode_response(
     if len(body) == len(head):
         # Only empty tensors: Triton then answers as if there were none.
         return JSON_HEADERS, head
-    return [
-        ("content-type", "application/octet-stream"),
-        ("inference-header-content-length", str(len(head))),
-    ], body
+    return _binary_headers(len(head)), body
+
+
+def _binary_headers(json_size: int) -> Headers:
+    return [("content-type", "application/octet-stream"), ("inference-header-content-length", str(json_size))]
+
+
+#: The JSON before the binary outputs of a response, and its headers, by all that they say. Most responses of a model
+#: say the same.
+_binary_heads: dict[tuple[object, ...], tuple[Headers, bytes]] = {}
+
+
+def _encode_binary(response: InferResponse, plan: OutputPlan) -> tuple[Headers, bytes]:
+    """A response without id and parameters, all outputs of which are binary."""
+    wanted = plan.outputs
+    key: list[object] = [response.model_name, response.model_version]
+    tail: list[Buffer] = []
+    for tensor in response.outputs:
+        if wanted and tensor.name not in wanted:
+            continue
+        data = tensor.data
+        key.append(tensor.name)
+        key.append(tensor.datatype.number)
+        key.append(tensor.shape)
+        key.append(len(data) if type(data) is bytes else memoryview(data).nbytes)
+        tail.append(data)
+    sign = tuple(key)
+    kept = _binary_heads.get(sign)
+    if kept is None:
+        outputs = [
+            {
+                "name": name,
+                "datatype": BY_NUMBER[number].name,
+                "shape": shape,
+                "parameters": {"binary_data_size": size},
+            }
+            for name, number, shape, size in zip(*[iter(sign[2:])] * 4, strict=True)
+        ]
+        head = dump(
+            {"model_name": response.model_name, "model_version": str(response.model_version), "outputs": outputs}
+        )
+        kept = (_binary_headers(len(head)), head)
+        if len(head) <= _TEMPLATE_SIZE:
+            if len(_binary_heads) >= _TEMPLATES:
+                _binary_heads.clear()
+            _binary_heads[sign] = kept
+    headers, head = kept
+    body = b"".join([head, *tail])
+    # Only empty tensors: Triton then answers as if there were none.
+    return (headers if len(body) > len(head) else JSON_HEADERS), body
 
 
 def json_data(tensor: Tensor) -> Any:

@@ -103,7 +103,7 @@ def dump(value: Any) -> bytes:
         # A string that is not UTF-8.
         return encode(json.dumps(_plain(value), ensure_ascii=False, separators=(",", ":")))
     # NaN and infinities become null, which nothing here writes otherwise; the word in a string does no harm.
-    if b"null" in text:
+    if text.find(b"null") >= 0:
         return encode(json.dumps(_plain(value), ensure_ascii=False, separators=(",", ":")))
     return text
 

@@ -3,6 +3,8 @@
 A codec reads the plan from a request; the front end follows it when the response is there. Pure.
 """
 
+from collections.abc import Iterable
+
 import msgspec
 import numpy as np
 
@@ -23,15 +25,32 @@ class OutputSpec(msgspec.Struct, frozen=True):
 
 
 class OutputPlan(msgspec.Struct, frozen=True):
-    """The wishes for all outputs of a request; no `outputs` are all of the model's, each as `binary_default` says."""
+    """The wishes for all outputs of a request; no `outputs` are all of the model's, each as `binary_default` says.
+
+    `is_binary`: all of them are binary, and no more than that. `has_regions`: some go to shared memory.
+    """
 
     outputs: dict[str, OutputSpec] = {}
     binary_default: bool = False
+    is_binary: bool = False
+    has_regions: bool = False
 
 
 #: Everything, as JSON: what a request that says nothing about outputs gets over HTTP.
 ALL_JSON = OutputPlan()
-ALL_BINARY = OutputPlan(binary_default=True)
+ALL_BINARY = OutputPlan(binary_default=True, is_binary=True)
+
+
+def plan_of(specs: Iterable[OutputSpec], binary_default: bool) -> OutputPlan:
+    """The plan of a request that says what it wants of each of these outputs, or nothing."""
+    outputs = {spec.name: spec for spec in specs}
+    if not outputs:
+        return ALL_BINARY if binary_default else ALL_JSON
+    has_regions = any(spec.region is not None for spec in outputs.values())
+    wishes = outputs.values()
+    is_binary = all(spec.binary and spec.region is None and not spec.classification for spec in wishes)
+    return OutputPlan(outputs, binary_default, is_binary, has_regions)
+
 
 _CLASSIFIABLE = frozenset(DataType) - {DataType.BOOL, DataType.BYTES, DataType.FP16, DataType.BF16}
 

@@ -17,7 +17,7 @@ from naiad.config.model_config import ModelConfig
 from naiad.datatypes import BY_NAME, Buffer, DataType, pack_bytes
 from naiad.errors import InvalidArgument, NaiadError
 from naiad.messages import InferRequest, InferResponse, ParameterValue, SequenceControl, Tensor
-from naiad.protocol.outputs import OutputPlan, OutputSpec, classify
+from naiad.protocol.outputs import ALL_BINARY, OutputPlan, OutputSpec, classify, plan_of
 from naiad.protocol.regions import OutputRegion, Regions, RegionUse, is_local_peer
 
 #: A message of tritonclient's, which ships no type information.
@@ -37,8 +37,8 @@ class Reply(msgspec.Struct, frozen=True):
     use: RegionUse | None = None
 
 
-_PLAIN = Reply(OutputPlan(binary_default=True), {})
-_PLAIN_EMPTY_FINAL = Reply(OutputPlan(binary_default=True), {}, True)
+_PLAIN = Reply(ALL_BINARY, {})
+_PLAIN_EMPTY_FINAL = Reply(ALL_BINARY, {}, True)
 
 # ---------------------------------------------------------------- versions
 
@@ -308,7 +308,7 @@ def _reply(outputs: Sequence[Message], regions: Regions, peer: str, empty_final:
             if use is None:
                 use = RegionUse(regions, is_local_peer(peer))
             written[name] = use.output(*region)
-    return Reply(OutputPlan(specs, True), written, empty_final, use)
+    return Reply(plan_of(specs.values(), True), written, empty_final, use)
 
 
 def _pack_block(contents: Any, datatype: DataType) -> bytes:

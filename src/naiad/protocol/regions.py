@@ -431,14 +431,14 @@ class RegionUse:
         return OutputRegion(region.memory, offset, byte_size)
 
     def during(
-        self, infer: Callable[[InferRequest, ResponseSink], _Call], request: InferRequest, sink: ResponseSink
+        self, infer: Callable[..., _Call], request: InferRequest, sink: ResponseSink, model: object = None
     ) -> _Call:
         """Begins an inference; the regions cannot be unregistered until its last result has been sent."""
         if not self._used:
-            return infer(request, sink)
+            return infer(request, sink, model)
         holding = _HoldingSink(sink, self._used)
         try:
-            return infer(request, holding)
+            return infer(request, holding, model)
         except BaseException:
             holding.release()
             raise

@@ -98,6 +98,8 @@ class Call:
         assert not self.ended, f"this is a bug: {self!r} is answered twice"
         if final:
             self.ended = True
+            # Batch and call know each other: without this only the garbage collector would free them.
+            self.execution = None
             self.lease.release()
         self.sink.send(result, final)
 

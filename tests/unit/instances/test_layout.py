@@ -74,6 +74,7 @@ def test_an_output_outside_of_its_memory_is_refused():
     ("asked", "names"),
     [
         ([("a",)], ("a",)),
+        ([("a", "b"), ("a", "b")], ("a", "b")),
         ([()], ()),
         ([("a",), ("b", "a")], ("a", "b")),
         ([("a",), ()], ()),
@@ -85,7 +86,17 @@ def test_outputs_somebody_asked_for(asked, names):
 
 
 def test_plain_requests_have_no_details():
-    assert layout.details([InferRequest(model_name="m", inputs=())]) is None
+    assert layout.details([InferRequest(model_name="m", inputs=())], ()) is None
+
+
+def test_requests_that_ask_for_the_same_outputs_have_no_details():
+    requests = [InferRequest(model_name="m", inputs=(), outputs=("a", "b")) for _ in range(2)]
+    assert layout.details(requests, layout.asked_outputs(requests)) is None
+
+
+def test_requests_that_ask_for_different_outputs_say_so():
+    requests = [InferRequest(model_name="m", inputs=(), outputs=outputs) for outputs in (("a",), ("b",))]
+    assert [it.outputs for it in layout.details(requests, layout.asked_outputs(requests))] == [("a",), ("b",)]
 
 
 @pytest.mark.parametrize(
@@ -93,14 +104,14 @@ def test_plain_requests_have_no_details():
 )
 def test_details_of_a_sequence(start, end, flags):
     request = InferRequest(model_name="m", inputs=(), id="x", sequence=SequenceControl(5, start, end), priority=1)
-    assert layout.details([request]) == [Details("x", (), {}, 5, flags, 1, 0)]
+    assert layout.details([request], ()) == [Details("x", (), {}, 5, flags, 1, 0)]
 
 
 def test_details_are_texts_that_can_be_sent():
     request = InferRequest(
         "m", (), id="\udcff", parameters={"\udcfe": "ä\udcfd", "n": 1}, sequence=SequenceControl("\udcfc")
     )
-    (details,) = layout.details([request]) or ()
+    (details,) = layout.details([request], ()) or ()
     assert (details.id, details.parameters, details.correlation_id) == (
         "\ufffd",
         {"\ufffd": "ä\ufffd", "n": 1},

@@ -15,7 +15,7 @@ from naiad.errors import Internal, InvalidArgument, NaiadError
 from naiad.messages import InferResponse, SequenceControl, Tensor
 from naiad.protocol.json_codec import decode_raw_request, decode_request, encode_response, header_length
 from naiad.protocol.json_text import dump, parse
-from naiad.protocol.outputs import ALL_BINARY, ALL_JSON, OutputPlan, OutputSpec
+from naiad.protocol.outputs import ALL_BINARY, ALL_JSON, OutputPlan, OutputSpec, plan_of
 
 
 def decode(document: Any, tail: bytes = b"", **more: Any) -> Any:
@@ -368,7 +368,7 @@ class TestBinary:
     @given(st.lists(st.tuples(st.binary(max_size=40), st.booleans()), max_size=5))
     def test_response(self, parts: list[tuple[bytes, bool]]) -> None:
         outputs = [Tensor(f"O{i}", DataType.UINT8, (len(data),), data) for i, (data, _) in enumerate(parts)]
-        plan = OutputPlan({f"O{i}": OutputSpec(f"O{i}", binary) for i, (_, binary) in enumerate(parts)})
+        plan = plan_of([OutputSpec(f"O{i}", binary) for i, (_, binary) in enumerate(parts)], False)
         headers, body = encode(*outputs, plan=plan)
         tail = b"".join(data for data, binary in parts if binary)
         size = int(headers.get("inference-header-content-length", len(body)))
@@ -380,6 +380,27 @@ class TestBinary:
                 assert "data" not in output
             else:
                 assert bytes(output["data"]) == data
+
+    def test_responses_that_are_alike_say_what_each_is(self) -> None:
+        plan = plan_of([OutputSpec("a", True)], False)
+        first = Tensor("a", DataType.UINT8, (2,), b"ab")
+        for tensor, id in (
+            (first, ""),
+            (first, ""),
+            (Tensor("a", DataType.INT8, (2,), b"cd"), ""),
+            (Tensor("a", DataType.UINT8, (1, 2), b"ef"), ""),
+            (Tensor("a", DataType.UINT8, (3,), b"ghi"), ""),
+            (first, "x"),
+            (Tensor("a", DataType.UINT8, (0,), b""), ""),
+        ):
+            headers, body = encode(tensor, Tensor("b", DataType.UINT8, (1,), b"-"), plan=plan, id=id)
+            size = int(headers.get("inference-header-content-length", len(body)))
+            described = {"name": "a", "datatype": tensor.datatype.name, "shape": list(tensor.shape)}
+            described["parameters"] = {"binary_data_size": len(tensor.data)}
+            rest = {"model_name": "m", "model_version": "3", "outputs": [described]}
+            assert json.loads(body[:size]) == ({"id": id} if id else {}) | rest
+            assert body[size:] == tensor.data
+            assert ("inference-header-content-length" in headers) == bool(tensor.data)
 
     @given(st.lists(st.text(max_size=10), max_size=10))
     def test_bytes_come_back(self, texts: list[str]) -> None:

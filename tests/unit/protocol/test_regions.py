@@ -214,7 +214,7 @@ def test_regions_in_use_are_not_unregistered_before_the_last_result(regions: Reg
     for offset in (0, 4):
         use.input("a", offset, 4)
     sink = Sink(regions)
-    running = use.during(lambda request, sink: sink, REQUEST, sink)
+    running = use.during(lambda request, sink, model: sink, REQUEST, sink)
     assert unregister_refusal(regions.unregister_system, "a") == (
         "Cannot unregister shared memory region 'a', it is currently in use."
     )
@@ -235,7 +235,7 @@ def test_regions_are_free_again_when_an_inference_is_refused_or_its_result_canno
     use = RegionUse(regions, True)
     use.input("r", 0, 4)
 
-    def refuse(request: InferRequest, sink: ResponseSink) -> None:
+    def refuse(request: InferRequest, sink: ResponseSink, model: object) -> None:
         unregister_refusal(regions.unregister_system, "r")
         raise InvalidArgument("refused")
 
@@ -246,14 +246,14 @@ def test_regions_are_free_again_when_an_inference_is_refused_or_its_result_canno
     with pytest.raises(InvalidArgument, match="refused"):
         use.during(refuse, REQUEST, Broken())
     with pytest.raises(OSError, match="gone"):
-        use.during(lambda request, sink: sink.send(None, True), REQUEST, Broken())
+        use.during(lambda request, sink, model: sink.send(None, True), REQUEST, Broken())
     regions.unregister_system("r")
     assert len(regions) == 0
 
 
 def test_a_request_that_uses_no_region_is_passed_on_as_it_is(regions: Regions) -> None:
     sink = Sink(regions)
-    assert RegionUse(regions, True).during(lambda request, sink: sink, REQUEST, sink) is sink
+    assert RegionUse(regions, True).during(lambda request, sink, model: sink, REQUEST, sink) is sink
 
 
 def test_an_object_that_shrinks_is_an_error_and_does_not_grow_again(regions: Regions, shm: Path) -> None:
@@ -378,7 +378,7 @@ def test_cuda_regions_in_use_are_not_unregistered(regions: Regions, cuda: FakeCu
     regions.register_cuda("c", b"h" * 64, 0, 64)
     use = RegionUse(regions, True)
     use.input("c", 0, 4)
-    running = use.during(lambda request, sink: sink, REQUEST, Sink(regions))
+    running = use.during(lambda request, sink, model: sink, REQUEST, Sink(regions))
     assert unregister_refusal(regions.unregister_cuda, "c") == (
         "Cannot unregister shared memory region 'c', it is currently in use."
     )

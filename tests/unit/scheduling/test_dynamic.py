@@ -1,6 +1,8 @@
 """The dynamic scheduler over a fake instance: endings that no request of a server brings about on purpose."""
 
 import asyncio
+import gc
+import weakref
 
 from scheduling_fakes import FakeInstance, Lease, Sink
 
@@ -29,6 +31,23 @@ async def test_the_last_client_leaves_while_the_scheduler_closes_and_no_instance
     await asyncio.wait_for(closing, 10)
     assert isinstance(sink.only, Cancelled)
     assert (lease.released, statistics.pending, scheduler.pending, reported) == (1, 0, 0, [])
+
+
+async def test_what_a_request_held_is_freed_with_its_answer_not_by_the_garbage_collector() -> None:
+    instance, statistics = FakeInstance(), ModelStatistics("m", "1")
+    scheduler = DynamicScheduler("m", RequestQueue(8), [instance], statistics, report=lambda text, error: None)
+    sink = Sink()
+    freed = weakref.ref(sink)
+    gc.disable()
+    try:
+        scheduler.submit(Call(InferRequest("m", ()), 1, None, sink, Lease(statistics), scheduler))
+        await asyncio.wait_for(instance.executed.wait(), 10)
+        instance.answer()
+        del sink
+        assert freed() is None
+    finally:
+        gc.enable()
+    await asyncio.wait_for(scheduler.close(), 10)
 
 
 async def test_an_instance_that_is_retired_ends_its_batch_and_one_that_is_added_takes_the_next() -> None:

@@ -4,6 +4,8 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from naiad.messages import BatchStatistics, Duration, Latencies, ModelStatistics
 from naiad.telemetry.exposition import exposition
@@ -32,7 +34,10 @@ def test_a_bound_is_part_of_its_bucket(ns: int, bucket: int) -> None:
         assert counts[at] == 1 == sum(counts)
 
 
-@pytest.mark.parametrize("queued", [[0, 1, 2], [10, 90_000_000, 400_000, 99_999_999]])
+@given(st.lists(st.integers(0, 100_000_000), min_size=1, max_size=8))
+@example([0, 1, 2])
+@example([10, 90_000_000, 400_000, 99_999_999])
+@example([0, 99_000_000, 99_000_001, 99_900_000, 100_000_000])
 def test_a_batch_is_counted_as_its_requests_are(queued: list[int]) -> None:
     together, alone = Latencies(), Latencies()
     together.add_batch(queued, 100_000_000, 130_000_000)

@@ -203,27 +203,27 @@ class _State(enum.Enum):
     CLOSED = enum.auto()
 
 
-class Connections(set["Connection"]):
+class Connections:
     """The open connections of a listener, and the heads that have come through them."""
 
     def __init__(self) -> None:
-        super().__init__()
+        self.open: set[Connection] = set()
         self.heads: dict[bytes, Head] = {}
         self._changed = asyncio.Event()
 
     def lost(self, connection: "Connection") -> None:
-        self.discard(connection)
+        self.open.discard(connection)
         self._changed.set()
 
     async def gone(self) -> None:
         """Returns when there are none."""
-        while self:
+        while self.open:
             self._changed.clear()
             await self._changed.wait()
 
 
-class Connection(asyncio.BufferedProtocol):
-    """One of the `connections` of a listener."""
+class Connection:
+    """One of the `connections` of a listener: an asyncio.BufferedProtocol for uvloop, which does not ask for the type."""
 
     def __init__(self, application: Application, connections: Connections) -> None:
         self._application = application
@@ -267,7 +267,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def connection_made(self, transport: Any) -> None:
         self._transport = transport
-        self._connections.add(self)
+        self._connections.open.add(self)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._connections.lost(self)

@@ -33,6 +33,7 @@ class Head:
     __slots__ = (
         "body_size",
         "expects_invitation",
+        "facts",
         "headers",
         "is_chunked",
         "is_http_1_0",
@@ -61,8 +62,9 @@ class Head:
             self.keep_alive = False
         expect = headers.get("expect")
         self.expects_invitation = expect is not None and expect.lower() == "100-continue"
-        #: Whatever the application has found out about requests with this head.
+        #: Whatever the application and its handler have found out about requests with this head.
         self.memo: Any = None
+        self.facts: Any = None
 
 
 class _HeadReader:

@@ -53,7 +53,7 @@ class ServedModel(Protocol):
 class InferenceEngine(Protocol):
     def model(self, name: str, version: int = -1) -> Any: ...
 
-    def infer(self, request: InferRequest, sink: ResponseSink) -> Cancellable: ...
+    def infer(self, request: InferRequest, sink: ResponseSink, model: Any = None) -> Cancellable: ...
 
 
 class HeaderForwarding:
@@ -70,6 +70,22 @@ class HeaderForwarding:
         if self._search is None:
             return None
         return {name: value for name, value in headers.items() if self._search(name) is not None}
+
+
+class _Facts:
+    """What the headers of a request say to this handler: read once from a head that comes again and again."""
+
+    __slots__ = ("accepted", "encoding", "forwarded", "header_length")
+
+    def __init__(self, headers: RequestHeaders, forwarding: HeaderForwarding) -> None:
+        encoding = headers.get("content-encoding")
+        #: That of the body; None for a plain one.
+        self.encoding = None if encoding == "identity" else encoding
+        self.header_length = headers.get("inference-header-content-length")
+        accepted = headers.get("accept-encoding")
+        #: The encoding of the reply; None for a plain one.
+        self.accepted = None if accepted is None else choose(accepted)
+        self.forwarded = forwarding(headers)
 
 
 class _Reply:
@@ -126,7 +142,7 @@ class _Reply:
 
     def _is_large(self, response: InferResponse) -> bool:
         """Whether it is slow to write; bytes that go out as they are are not."""
-        if self._encoding is None and self._plan.binary_default and not self._plan.outputs:
+        if self._encoding is None and self._plan.is_binary:
             return False
         size = 0
         for tensor in response.outputs:
@@ -160,23 +176,22 @@ class Inference:
         model: ServedModel = self.engine.model(name, version)
         if model.config.decoupled:
             raise Unsupported("HTTP end point doesn't support models with decoupled transaction policy")
-        headers = exchange.headers
+        facts = self._facts(exchange)
         body = exchange.body
-        encoding = headers.get("content-encoding")
-        if encoding is not None and encoding != "identity":
-            if encoding not in ENCODINGS:
+        if facts.encoding is not None:
+            if facts.encoding not in ENCODINGS:
                 reply_error(exchange, Unsupported("Unsupported compression type"), UNKNOWN_ENCODING)
                 return None
             if len(body) >= LARGE:
                 return self._infer_slowly(exchange, model, version)
             body = decompress(bytes(body), self._max_input_size)
-        json_size = header_length(headers.get("inference-header-content-length"), len(body))
+        json_size = header_length(facts.header_length, len(body))
         if json_size >= LARGE:
             return self._infer_slowly(exchange, model, version)
         try:
             start_ns = time.monotonic_ns() if self.traces.active else 0
-            decoded = self._decode(exchange, model, version, body, json_size)
-            self._submit(exchange, model, *decoded, start_ns)
+            request, plan, use = self._decode(exchange, model, version, body, json_size)
+            self._submit(exchange, model, request, plan, use, start_ns)
         except NaiadError as error:
             reply_error(exchange, error, JSON)
         return None
@@ -186,8 +201,8 @@ class Inference:
         try:
             start_ns = time.monotonic_ns() if self.traces.active else 0
             # Regions are only looked up and read in the thread, which no change on the loop can tear.
-            decoded = await asyncio.to_thread(self._decode, exchange, model, version, body, json_size)
-            self._submit(exchange, model, *decoded, start_ns)
+            request, plan, use = await asyncio.to_thread(self._decode, exchange, model, version, body, json_size)
+            self._submit(exchange, self.engine.model(model.name, version), request, plan, use, start_ns)
         except NaiadError as error:
             reply_error(exchange, error, JSON)
 
@@ -200,24 +215,33 @@ class Inference:
 
     async def _text(self, exchange: Exchange) -> tuple[bytes | memoryview, int]:
         """(the body, decompressed; how much of it is JSON)"""
-        headers = exchange.headers
+        facts = self._facts(exchange)
         body = exchange.body
-        if headers.get("content-encoding") in ENCODINGS:
+        if facts.encoding in ENCODINGS:
             body = await asyncio.to_thread(decompress, bytes(body), self._max_input_size)
-        return body, header_length(headers.get("inference-header-content-length"), len(body))
+        return body, header_length(facts.header_length, len(body))
+
+    def _facts(self, exchange: Exchange) -> _Facts:
+        head = exchange.head
+        facts: _Facts | None = head.facts
+        if facts is None:
+            facts = head.facts = _Facts(head.headers, self._forwarding)
+        return facts
 
     def _decode(
         self, exchange: Exchange, model: ServedModel, version: int, body: bytes | memoryview, json_size: int
     ) -> Decoded:
-        forwarded = self._forwarding(exchange.headers)
+        forwarded = self._facts(exchange).forwarded
         limit = self._max_input_size
+        use = None
         if json_size == 0:
-            return *decode_raw_request(body, model.config, version, forwarded, limit), None
-        regions = self._regions
-        if not regions:
-            return *decode_request(body, json_size, model.name, version, _no_region, forwarded, limit), None
-        use = RegionUse(regions, is_local_peer(exchange.client))
-        return *decode_request(body, json_size, model.name, version, use.input, forwarded, limit), use
+            request, plan = decode_raw_request(body, model.config, version, forwarded, limit)
+        elif not self._regions:
+            request, plan = decode_request(body, json_size, model.name, version, _no_region, forwarded, limit)
+        else:
+            use = RegionUse(self._regions, is_local_peer(exchange.client))
+            request, plan = decode_request(body, json_size, model.name, version, use.input, forwarded, limit)
+        return request, plan, use
 
     def _submit(
         self,
@@ -228,13 +252,12 @@ class Inference:
         use: RegionUse | None,
         start_ns: int,
     ) -> None:
-        regions = output_regions(plan, use)
-        accepted = exchange.headers.get("accept-encoding")
-        encoding = None if accepted is None else choose(accepted)
+        regions = output_regions(plan, use) if plan.has_regions else _NO_REGIONS
         if start_ns:
             request = self.traces.follow(request, "HTTP", start_ns, exchange.headers.get)
-        reply = _Reply(exchange, plan, model, regions, encoding, self._tasks)
-        call = self.engine.infer(request, reply) if use is None else use.during(self.engine.infer, request, reply)
+        reply = _Reply(exchange, plan, model, regions, self._facts(exchange).accepted, self._tasks)
+        infer = self.engine.infer
+        call = infer(request, reply, model) if use is None else use.during(infer, request, reply, model)
         if not exchange.is_answered:
             exchange.on_disconnect = call.cancel
 

@@ -4,7 +4,7 @@ import asyncio
 import socket
 import ssl
 from contextlib import suppress
-from typing import Self
+from typing import Any, Self
 
 from naiad.errors import Unavailable
 from naiad.frontends.addresses import cannot_listen
@@ -50,31 +50,32 @@ class Listener:
         bound = self._bind()
         self.bound_port = bound.getsockname()[1]
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(
-            lambda: Connection(self._application, self.connections), sock=bound, backlog=_BACKLOG, ssl=self._tls
-        )
+        self._server = await loop.create_server(self._connection, sock=bound, backlog=_BACKLOG, ssl=self._tls)
         self._look()
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
         assert self._server is not None
         self._server.close()
-        for connection in list(self.connections):
+        for connection in list(self.connections.open):
             connection.finish()
         with suppress(TimeoutError):
             async with asyncio.timeout(self._grace_s):
                 await self.connections.gone()
-        for connection in list(self.connections):
+        for connection in list(self.connections.open):
             connection.abort()
         if self._timer is not None:
             self._timer.cancel()
+
+    def _connection(self) -> Any:
+        return Connection(self._application, self.connections)
 
     def _look(self) -> None:
         """Cuts off clients that have stalled in the middle of a request."""
         loop = asyncio.get_running_loop()
         self._timer = loop.call_later(_LOOK_S, self._look)
         limit = loop.time() - STALLED_S
-        for connection in list(self.connections):
+        for connection in list(self.connections.open):
             if 0 < connection.waiting_since < limit:
                 connection.abort()
 

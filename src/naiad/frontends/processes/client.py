@@ -334,7 +334,7 @@ class EngineClient:
     def model(self, name: str, version: int = -1) -> KnownModel:
         return self._connection.model(name, version)
 
-    def infer(self, request: InferRequest, sink: ResponseSink) -> _Call:
+    def infer(self, request: InferRequest, sink: ResponseSink, model: object = None) -> _Call:
         return self._connection.infer(request, sink, self._over_http)
 
 

@@ -94,7 +94,7 @@ class FakeEngine(ModelsInMemory[FakeModel]):
     def _break(self, call: FakeCall) -> None:
         raise RuntimeError("a bug")
 
-    def infer(self, request: InferRequest, sink: ResponseSink) -> FakeCall:
+    def infer(self, request: InferRequest, sink: ResponseSink, model: object = None) -> FakeCall:
         self.requests.append(request)
         call = FakeCall(request, sink)
         model = self.models[request.model_name]

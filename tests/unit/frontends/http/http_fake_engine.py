@@ -208,7 +208,7 @@ class FakeEngine(ModelsInMemory[FakeModel]):
     def __init__(self) -> None:
         super().__init__(_models())
 
-    def infer(self, request: InferRequest, sink: ResponseSink) -> FakeCall:
+    def infer(self, request: InferRequest, sink: ResponseSink, model: object = None) -> FakeCall:
         model = self.models[request.model_name]
         checked, _, _ = model.check(request)
         self.requests.append(checked)
