@@ -9,8 +9,8 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from rich.table import Table
 
 from naiad.convert.job import Done, Job, Shape, Step
-from naiad.convert.plan import SOURCES, TARGETS, check, kind_of, missing
-from naiad.convert.run import check_place, convert, install, place
+from naiad.convert.plan import SOURCES, TARGETS, check, check_options, kind_of, missing
+from naiad.convert.run import check_place, convert, install, model_name, place
 from naiad.datatypes import BY_NAME
 from naiad.errors import NaiadError
 
@@ -89,6 +89,8 @@ def command(
         version = place(output, source)
         kind = kind_of(source)
         check(source, kind, target)
+        given = {"--shape": shapes, "--layers": layers, "--weights": weights}
+        check_options(source, kind, [option for option, value in given.items() if value])
         check_place(version, force)
         if packages := missing(kind, target):
             wanted = " ".join(f"'{package}'" for package in packages)
@@ -100,7 +102,7 @@ def command(
                 kind=kind,
                 target=target,
                 folder=str(_folder(folder, version)),
-                model=version.absolute().parent.name,
+                model=model_name(version),
                 max_batch_size=0 if no_batch else max_batch_size,
                 batching=not no_batch,
                 tolerance=tolerance,
@@ -120,7 +122,7 @@ def command(
 
 
 def _folder(root: str, version: Path) -> Path:
-    folder = Path(root) / version.absolute().parent.name / version.name
+    folder = Path(root) / model_name(version) / version.name
     folder.mkdir(parents=True)
     return folder
 

@@ -1,5 +1,6 @@
-"""Arrays to try a model with, and how far its answers are from another's. Pure."""
+"""Arrays to try a model with, and how far its answers are from another's. Pure, but for the file of arrays."""
 
+import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -39,6 +40,15 @@ def _random(generator: np.random.Generator, datatype: DataType, shape: tuple[int
     if datatype.numpy.kind in "iub":
         return generator.integers(0, 2, shape).astype(datatype.numpy)
     return generator.standard_normal(shape).astype(datatype.numpy)
+
+
+def read_arrays(path: str) -> dict[str, Array]:
+    """The arrays of a .npz file by name. Raises InvalidArgument where it is none."""
+    try:
+        with np.load(path) as file:
+            return {name: file[name] for name in file.files}
+    except (OSError, ValueError, EOFError, AttributeError, TypeError, zipfile.BadZipFile) as error:
+        raise InvalidArgument(f"{path} is no .npz file of numbers, as numpy.savez writes it: {error}") from error
 
 
 def given_arrays(arrays: Mapping[str, Array], inputs: Sequence[Input]) -> dict[str, Array]:

@@ -2,7 +2,7 @@
 
 import importlib.util
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from naiad.errors import InvalidArgument
@@ -26,6 +26,13 @@ SOURCES = {
     "torchscript": ("a TorchScript model", ("torchscript", "pt2", "onnx", "openvino")),
     "pt2": ("a torch.export archive", ("torchscript", "pt2", "onnx", "openvino")),
     "sklearn": ("a scikit-learn model", ("onnx",)),
+}
+
+#: Option -> the kinds of sources that it says something about.
+_OPTIONS = {
+    "--layers": ("keras",),
+    "--weights": ("module",),
+    "--shape": ("module", "torchscript", "sklearn"),
 }
 
 _TENSORFLOW = ("tensorflow", "naiad[tensorflow]")
@@ -107,6 +114,17 @@ def check(source: str, kind: str, target: str) -> None:
     name, targets = SOURCES[kind]
     if target not in targets:
         raise InvalidArgument(f"{source} is {name}, which can become {', '.join(targets)}, not {target}")
+
+
+def check_options(source: str, kind: str, given: Sequence[str]) -> None:
+    """Raises InvalidArgument where one of the options `given` would have no effect."""
+    name, _ = SOURCES[kind]
+    for option in given:
+        if kind not in _OPTIONS.get(option, (kind,)):
+            of = ", ".join(SOURCES[other][0] for other in _OPTIONS[option])
+            raise InvalidArgument(f"{option} is for {of}; {source} is {name}")
+        if option == "--weights" and Path(source).exists():
+            raise InvalidArgument(f"--weights is for file.py:Name; {source} has weights of its own")
 
 
 def missing(

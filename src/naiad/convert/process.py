@@ -10,10 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
-import numpy as np
 
 from naiad.backends.api import Array
-from naiad.convert.compare import check, difference, given_arrays, paired, random_arrays
+from naiad.convert.compare import check, difference, given_arrays, paired, random_arrays, read_arrays
 from naiad.convert.job import REPORTS_FD, Difference, Done, Failed, Job, Report, Step
 from naiad.convert.plan import TARGETS
 from naiad.convert.served import Served, load
@@ -68,7 +67,7 @@ class _Conversion:
         """On the given inputs and on random ones; the first is what converters trace."""
         tried: list[_Tried] = []
         if self._job.arrays is not None:
-            arrays = given_arrays(dict(np.load(self._job.arrays)), source.inputs)
+            arrays = given_arrays(read_arrays(self._job.arrays), source.inputs)
             tried.append(("the given inputs", arrays, source.run(arrays)))
         problem: Exception | None = None
         for extent in _EXTENTS:

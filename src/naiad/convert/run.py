@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +27,22 @@ def place(output: str | None, source: str) -> Path:
     if output is None:
         stem = Path(source.rpartition(":")[2] if ":" in source else source).stem
         return Path("models") / stem / "1"
-    path = Path(output)
-    if not path.name.isdigit() or int(path.name) < 1 or not path.absolute().parent.name:
+    path = Path(os.path.normpath(output))
+    if not path.name.isdigit() or int(path.name) < 1 or not model_name(path):
         raise InvalidArgument(f"--output {output} is not REPOSITORY/NAME/VERSION, with a number above 0 as VERSION")
     return path
 
 
+def model_name(version: Path) -> str:
+    """The name of the model whose version lies in `version`; empty where that has no folder above it."""
+    return Path(os.path.abspath(version)).parent.name
+
+
 def check_place(version: Path, force: bool) -> None:
     """Raises AlreadyExists where something is in the way."""
+    for folder in (version, *version.parents):
+        if folder.exists() and not folder.is_dir():
+            raise AlreadyExists(f"{folder} is in the way: it is no folder")
     if version.exists() and any(version.iterdir()) and not force:
         raise AlreadyExists(f"{version} has a model already; --force replaces it")
 
@@ -82,19 +91,31 @@ def _follow(pipe: int, on_step: Callable[[Step], None]) -> Report | None:
 
 def install(job: Job, done: Done, version: Path, replace_config: bool) -> tuple[Path, bool]:
     """Moves the model to `version` and writes config.pbtxt beside it, unless there is one. The path of the
-    configuration, and whether it was written."""
+    configuration, and whether it was written. Raises NaiadError, and leaves nothing behind, where it cannot."""
     config = version.parent / "config.pbtxt"
-    version.parent.mkdir(parents=True, exist_ok=True)
-    if version.exists():
-        shutil.rmtree(version)
-    # Moved in one step beside its place first, so that a server that watches the repository never sees half of it.
-    half = version.parent / f".{version.name}.half"
-    shutil.rmtree(half, ignore_errors=True)
-    shutil.copytree(job.folder, half)
     writes = replace_config or not config.exists()
-    if writes:
-        config.write_text(config_text(done.config))
-    half.replace(version)
+    # Each is moved to its place in one step, so that a server that watches the repository never sees half of it.
+    half, half_config = version.parent / f".{version.name}.half", version.parent / ".config.pbtxt.half"
+    made = [folder for folder in version.parents if not folder.exists()]
+    try:
+        version.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(half, ignore_errors=True)
+        shutil.copytree(job.folder, half)
+        if writes:
+            half_config.write_text(config_text(done.config))
+            half_config.replace(config)
+        if version.exists():
+            shutil.rmtree(version)
+        half.replace(version)
+    except BaseException as error:
+        shutil.rmtree(half, ignore_errors=True)
+        half_config.unlink(missing_ok=True)
+        with suppress(OSError):
+            for folder in made:
+                folder.rmdir()
+        if isinstance(error, OSError):
+            raise NaiadError(f"cannot write {error.filename or version}: {error.strerror or error}") from error
+        raise
     return config, writes
 
 

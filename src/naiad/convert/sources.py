@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,11 +12,12 @@ from typing import Any
 import numpy as np
 
 from naiad.backends.api import Array
-from naiad.convert.compare import Input
+from naiad.convert.compare import Input, read_arrays
 from naiad.convert.job import Job
+from naiad.convert.plan import SOURCES
 from naiad.convert.served import Served
 from naiad.datatypes import BY_NAME, DataType, from_numpy
-from naiad.errors import InvalidArgument
+from naiad.errors import InvalidArgument, NaiadError
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +35,26 @@ class Source:
 
 
 def open_source(job: Job) -> Source:
-    """Raises InvalidArgument where it cannot be opened, or does not say enough about its inputs."""
-    source = _OPENERS[job.kind](job)
+    """Raises NaiadError where it cannot be opened, or does not say enough about its inputs."""
+    try:
+        source = _OPENERS[job.kind](job)
+    except NaiadError:
+        raise
+    except Exception as error:
+        # What is no model is found out deep inside of a reader of another format.
+        name, _ = SOURCES[job.kind]
+        raise InvalidArgument(f"cannot open {job.source} as {name}: {_described_error(job, error)}") from error
     if not source.inputs:
         raise InvalidArgument(f"{job.source} has no inputs")
     return source
+
+
+def _described_error(job: Job, error: Exception) -> str:
+    """With the line of the user's file that it comes from."""
+    text = f"{type(error).__name__}: {error}"
+    file = Path(job.source.rpartition(":")[0]).absolute()
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == file]
+    return f"{text} ({file.name}, line {lines[-1]})" if lines else text
 
 
 # --- files that a backend serves as they are --------------------------------------------------------------------------
@@ -197,9 +214,11 @@ def _described(job: Job, names: Sequence[str], required: Sequence[str]) -> tuple
     """Inputs in the order of forward(), from --shape or from the file of inputs."""
     if job.shapes:
         given = {it.name: Input(it.name, BY_NAME[it.datatype], it.dims) for it in job.shapes}
+        if len(given) < len(job.shapes):
+            raise InvalidArgument(f"--shape is given twice for one input: {', '.join(it.name for it in job.shapes)}")
     elif job.arrays is not None:
         given = {}
-        for name, array in np.load(job.arrays).items():
+        for name, array in read_arrays(job.arrays).items():
             dims = (-1, *array.shape[1:]) if job.batching and array.ndim else array.shape
             given[name] = Input(name, _datatype(name, array.dtype), dims)
     else:

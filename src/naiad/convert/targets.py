@@ -196,17 +196,21 @@ def _from_torch(job: Job, source: Source, path: Path, example: Mapping[str, Arra
         torch.export.save(exported, str(path))
         return {}
     size = sum(it.numel() * it.element_size() for it in exported.state_dict.values())
-    torch.onnx.export(
-        exported,
-        (),
-        str(path),
-        input_names=[it.name for it in source.inputs],
-        output_names=outputs,
-        dynamo=True,
-        verbose=False,
-        external_data=size > _EXTERNAL_BYTES,
-    )
+    names = [it.name for it in source.inputs]
+    program = torch.onnx.export(exported, (), input_names=names, output_names=outputs, dynamo=True, verbose=False)
+    _rename_inside(program.model.graph)
+    program.save(str(path), external_data=size > _EXTERNAL_BYTES)
     return {}
+
+
+def _rename_inside(graph: Any) -> None:
+    """Takes the names of the outputs away from other values: those of operations and weights are the exporter's, which
+    gives "embedding" to both."""
+    outputs = {value.name: value for value in graph.outputs}
+    values = [value for node in graph.all_nodes() for value in node.outputs]
+    for value in (*values, *graph.initializers.values()):
+        if outputs.get(value.name, value) is not value:
+            value.name = f"{value.name}__inside"
 
 
 def _exported(job: Job, source: Source, arguments: tuple[Any, ...]) -> Any:

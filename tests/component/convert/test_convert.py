@@ -41,6 +41,24 @@ class Net(torch.nn.Module):
         return {"sum": h, "prob": h.softmax(-1)}
 
 
+class Named(torch.nn.Module):
+    # Its outputs are called as what torch.onnx calls other values: an operation, a weight.
+
+    def __init__(self):
+        super().__init__()
+        self.table = torch.nn.Embedding(4, 3)
+        self.weight = torch.nn.Parameter(torch.rand(3))
+
+    def forward(self, x):
+        return {"embedding": self.table(x) + 1, "weight": self.table(x) * self.weight}
+
+
+class Broken(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        raise RuntimeError("no weights")
+
+
 class FirstOnly(torch.nn.Module):
     def forward(self, x):
         return x + torch.ones_like(x) * float(x.shape[0])
@@ -206,6 +224,31 @@ def test_from_pytorch(source, more, target, file, models, run, tmp_path, monkeyp
     assert shapes(config.output) == {"sum": [3], "prob": [3]}
 
 
+@ONNXSCRIPT
+def test_outputs_keep_their_names(models, run, tmp_path, monkeypatch):
+    monkeypatch.chdir(models("torch"))
+    result = run("net.py:Named", "onnx", "--shape", "x:INT64:-1,2")
+    assert result.exit_code == 0, result.output
+    assert shapes(configuration(tmp_path).output) == {"embedding": [2, 3], "weight": [2, 3]}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "text"),
+    [
+        pytest.param("m.keras", (), "as a Keras model: ValueError:", marks=TENSORFLOW),
+        pytest.param("m.pth", SHAPES, "as a PyTorch module: ", marks=TORCH_HERE),
+        pytest.param("m.pkl", (), "as a scikit-learn model: ", marks=needs("sklearn", "joblib")),
+    ],
+)
+def test_a_file_that_is_no_model(name, options, text, run, tmp_path):
+    (tmp_path / name).write_text("garbage")
+    target = "pt2" if name.endswith(".pth") else "savedmodel" if name.endswith(".keras") else "onnx"
+    result = run(tmp_path / name, target, *options)
+    assert result.exit_code == 1
+    assert f"cannot open {tmp_path / name} {text}" in result.output
+    assert list(tmp_path.iterdir()) == [tmp_path / name]
+
+
 @TORCH_HERE
 def test_given_inputs_say_what_a_module_takes(models, run, tmp_path, monkeypatch):
     monkeypatch.chdir(models("torch"))
@@ -234,6 +277,12 @@ def test_a_result_that_is_not_the_source_is_not_written(models, run, tmp_path, m
         ("net.py:Net", (), "--shape x:FP32:-1,3,224,224 --shape y:FP32:-1,3,224,224"),
         ("net.py:Net", ("--shape", "x:FP32:-1,4"), "forward() takes x, y; given are x"),
         ("net.py:Nobody", SHAPES, "net.py has no Nobody"),
+        ("net.py:Net", ("--shape", "x:FP32:4", "--shape", "x:FP32:5"), "--shape is given twice for one input: x, x"),
+        (
+            "net.py:Broken",
+            SHAPES,
+            "cannot open net.py:Broken as a PyTorch module: RuntimeError: no weights (net.py, line 30)",
+        ),
         ("weights.pt", SHAPES, "file.py:Name with --weights weights.pt"),
     ],
 )

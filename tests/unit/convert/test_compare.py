@@ -1,9 +1,11 @@
 """Arrays to try models with, and differences."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
-from naiad.convert.compare import Input, check, difference, given_arrays, paired, random_arrays
+from naiad.convert.compare import Input, check, difference, given_arrays, paired, random_arrays, read_arrays
 from naiad.convert.job import Difference
 from naiad.datatypes import DataType
 from naiad.errors import InvalidArgument, NaiadError
@@ -86,3 +88,15 @@ def test_the_tolerance_is_a_part_of_large_values(largest: float, scale: float, f
     else:
         with pytest.raises(NaiadError, match=r"output 'o' differs by 0\.02 on these"):
             check(found, 0.01)
+
+
+def test_a_file_of_arrays(tmp_path: Path) -> None:
+    np.savez(tmp_path / "x.npz", a=np.ones(2), b=np.zeros(3))
+    assert {name: array.shape for name, array in read_arrays(str(tmp_path / "x.npz")).items()} == {"a": (2,), "b": (3,)}
+    np.save(tmp_path / "one.npy", np.ones(2))
+    (tmp_path / "text").write_text("no arrays")
+    (tmp_path / "empty").touch()
+    np.savez(tmp_path / "objects.npz", a=np.array([{}], object))
+    for name in ("one.npy", "text", "empty", "objects.npz"):
+        with pytest.raises(InvalidArgument, match=f"{name} is no .npz file of numbers"):
+            read_arrays(str(tmp_path / name))

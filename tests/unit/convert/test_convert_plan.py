@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from naiad.convert.plan import SOURCES, TARGETS, check, kind_of, missing
+from naiad.convert.plan import SOURCES, TARGETS, check, check_options, kind_of, missing
 from naiad.errors import InvalidArgument
 
 
@@ -102,3 +102,22 @@ def test_missing_packages_are_named_as_pip_knows_them(
     kind: str, target: str, installed: list[str], wanted: list[str]
 ) -> None:
     assert missing(kind, target, installed.__contains__) == wanted
+
+
+@pytest.mark.parametrize(
+    ("source", "kind", "option", "text"),
+    [
+        ("m.onnx", "onnx", "--shape", "--shape is for a PyTorch module, a TorchScript model, a scikit-learn model"),
+        ("net.py:Net", "module", "--layers", "--layers is for a Keras model; net.py:Net is a PyTorch module"),
+        ("m.pt2", "pt2", "--weights", "--weights is for a PyTorch module; m.pt2 is a torch.export archive"),
+        ("whole.pt", "module", "--weights", "--weights is for file.py:Name; whole.pt has weights of its own"),
+    ],
+)
+def test_options_without_an_effect_are_refused(
+    source: str, kind: str, option: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "whole.pt").touch()
+    check_options("net.py:Net", "module", ["--shape", "--weights"])
+    with pytest.raises(InvalidArgument, match=text):
+        check_options(source, kind, [option])

@@ -1,5 +1,8 @@
 """Where results go, and what becomes of a process that ends badly."""
 
+import errno
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -29,13 +32,21 @@ def job(folder: Path, source: str = "nothing.onnx", kind: str = "onnx") -> Job:
         ("r/m/3", "x.onnx", "r/m/3"),
         (None, "/some/digits.keras", "models/digits/1"),
         (None, "net.py:Net", "models/Net/1"),
+        ("r/n/../m/3/", "x.onnx", "r/m/3"),
     ],
 )
 def test_the_place_of_a_version(output: str | None, source: str, place: str) -> None:
     assert run.place(output, source) == Path(place)
 
 
-@pytest.mark.parametrize("output", ["r/m", "r/m/0", "r/m/one"])
+def test_the_name_of_a_model_outside_of_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "digits" / "sources"
+    folder.mkdir(parents=True)
+    monkeypatch.chdir(folder)
+    assert run.model_name(run.place("../2", "x.onnx")) == "digits"
+
+
+@pytest.mark.parametrize("output", ["r/m", "r/m/0", "r/m/one", "/1"])
 def test_a_place_without_a_version(output: str) -> None:
     with pytest.raises(InvalidArgument, match="REPOSITORY/NAME/VERSION"):
         run.place(output, "x.onnx")
@@ -47,6 +58,41 @@ def test_a_version_in_the_way(tmp_path: Path) -> None:
     with pytest.raises(AlreadyExists):
         run.check_place(tmp_path, force=False)
     run.check_place(tmp_path, force=True)
+
+
+@pytest.mark.parametrize("place", ["file/m/1", "file/1", "file"])
+def test_a_file_in_the_way(place: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(AlreadyExists, match="file is in the way: it is no folder"):
+        run.check_place(tmp_path / place, force=True)
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_what_cannot_be_written_leaves_nothing_behind(
+    there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither half of the new version, nor less of the old one."""
+    made, version = tmp_path / "made", tmp_path / "r" / "m" / "1"
+    made.mkdir()
+    (made / "model.xml").write_text("new")
+    if there:
+        version.mkdir(parents=True)
+        (version / "model.xml").write_text("old")
+        (version.parent / "config.pbtxt").write_text("old")
+    copytree = shutil.copytree
+
+    def full(source: str, target: Path) -> None:
+        copytree(source, target)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(target / "model.xml"))
+
+    monkeypatch.setattr(shutil, "copytree", full)
+    with pytest.raises(NaiadError, match=r"cannot write .*model.xml: No space left on device"):
+        run.install(job(made), Done(CONFIG, [], []), version, replace_config=True)
+    if there:
+        assert (version / "model.xml").read_text() == (version.parent / "config.pbtxt").read_text() == "old"
+        assert sorted(it.name for it in version.parent.iterdir()) == ["1", "config.pbtxt"]
+    else:
+        assert list(tmp_path.iterdir()) == [made]
 
 
 def test_the_configuration_can_be_read_again() -> None:
