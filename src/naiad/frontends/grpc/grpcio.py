@@ -36,6 +36,7 @@ class GrpcioServer:
         self._unary = unary
         self._server: aio.Server | None = None
         self._streams: set[Stream] = set()
+        self._tasks: set[asyncio.Future[bytes]] = set()
         self.port = 0
 
     async def start(self) -> None:
@@ -49,7 +50,7 @@ class GrpcioServer:
             handlers[SERVICE]["ModelInfer"] = grpc.unary_unary_rpc_method_handler(self._infer)
             for path, method in self._servicer.methods.items():
                 _, service, name = path.split("/")
-                handlers[service][name] = grpc.unary_unary_rpc_method_handler(_unary(method))
+                handlers[service][name] = grpc.unary_unary_rpc_method_handler(self._serving(method))
         if self._options.reflection:
             _reflect(server)
         services: list[Any] = [
@@ -74,6 +75,8 @@ class GrpcioServer:
             for stream in list(self._streams):
                 stream.stop()
             await stopped
+            for task in list(self._tasks):
+                task.cancel()
 
     async def _infer(self, data: bytes, context: Context) -> bytes:
         sink = _UnaryCall(asyncio.get_running_loop().create_future())
@@ -93,6 +96,27 @@ class GrpcioServer:
             await context.abort(*status(answer))
             raise AssertionError("unreachable: abort raises")
         return answer
+
+    def _serving(self, method: Method) -> Callable[[bytes, Context], Awaitable[bytes]]:
+        async def serve(data: bytes, context: Context) -> bytes:
+            task = asyncio.ensure_future(method(data, context.invocation_metadata() or (), context.peer()))
+            self._tasks.add(task)
+            task.add_done_callback(self._forget)
+            try:
+                # What is not inference goes on when its client leaves: half a load is of use to nobody.
+                return await asyncio.shield(task)
+            except NaiadError as error:
+                await context.abort(*status(error))
+            except Exception as error:
+                await _abort_unexpected(context, error)
+            raise AssertionError("unreachable: abort raises")
+
+        return serve
+
+    def _forget(self, task: asyncio.Future[bytes]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # its client may have left
 
     async def _stream(self, requests: AsyncIterable[bytes], context: Context) -> None:
         metadata = context.invocation_metadata() or ()
@@ -136,19 +160,6 @@ class _UnaryCall:
         except NaiadError as error:
             answer = error
         self.answer.set_result(answer)
-
-
-def _unary(method: Method) -> Callable[[bytes, Context], Awaitable[bytes]]:
-    async def serve(data: bytes, context: Context) -> bytes:
-        try:
-            return await method(data, context.invocation_metadata() or (), context.peer())
-        except NaiadError as error:
-            await context.abort(*status(error))
-        except Exception as error:
-            await _abort_unexpected(context, error)
-        raise AssertionError("unreachable: abort raises")
-
-    return serve
 
 
 async def _abort_unexpected(context: Context, error: Exception) -> None:

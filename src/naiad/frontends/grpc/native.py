@@ -119,7 +119,9 @@ class NativeServer:
         calls = self._calls
         for kind, call_id, method, data, _, details in events:
             if kind == EVENT_CANCEL:
-                self._on_cancel(call_id)
+                # What is not inference goes on: half a load is of use to nobody.
+                if call_id in calls:
+                    calls[call_id].cancel()
             elif self._is_stopping:
                 self.fail(call_id, Unavailable(SHUTTING_DOWN))
             elif method == 0:
@@ -136,14 +138,6 @@ class NativeServer:
             else:
                 task = self._loop.create_task(self._serve(call_id, self._methods[method - 1], data, *details[:2]))
                 self._tasks[call_id] = task
-
-    def _on_cancel(self, call_id: int) -> None:
-        call = self._calls.get(call_id)
-        if call is not None:
-            call.cancel()
-        task = self._tasks.get(call_id)
-        if task is not None:
-            task.cancel()
 
     async def _serve(self, call_id: int, method: Method, data: bytes, metadata: Metadata, peer: str) -> None:
         try:

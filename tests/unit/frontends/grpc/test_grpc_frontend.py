@@ -508,6 +508,29 @@ async def test_management_errors(connect: Connect, method: str, request_: Any, c
         assert await connection.refusal(getattr(connection.stub, method)(request_)) == (code, text)
 
 
+async def test_a_load_goes_on_when_its_client_leaves(connect: Connect) -> None:
+    async with connect() as connection:
+        begun, allowed, loaded = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+        async def load(name: str, parameters: dict[str, str | bytes]) -> None:
+            begun.set()
+            await allowed.wait()
+            loaded.set()
+
+        connection.engine.load = load  # type: ignore[method-assign]
+        call = connection.stub.RepositoryModelLoad(pb.RepositoryModelLoadRequest(model_name="identity"))
+        waiting = asyncio.ensure_future(call)
+        await begun.wait()
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        # Whatever the server makes of the cancellation, it has made it when a later call of that client is answered.
+        await connection.stub.ServerLive(pb.ServerLiveRequest())
+        allowed.set()
+        async with asyncio.timeout(10):
+            await loaded.wait()
+
+
 async def test_shared_memory(connect: Connect, tmp_path: Path) -> None:
     (tmp_path / "r").write_bytes(bytes(64))
     async with connect(regions=Regions(directory=str(tmp_path))) as connection:
