@@ -191,7 +191,7 @@ class EngineConnection:
     def infer(self, request: InferRequest, sink: ResponseSink, over_http: bool) -> "_Call":
         if self.is_lost:
             raise Unavailable(_LOST)
-        # Asked again, as it may have changed since the request was begun to be read.
+        # Asked for once more, as the engine does: it may have changed while the request was read.
         model = self.model(request.model_name, request.model_version)
         sequence = request.sequence
         followed = request.trace

@@ -251,6 +251,17 @@ def failure_of(error: NaiadError) -> Failure:
     return Failure(kind.__name__, error.message)
 
 
+def can_be_sent(message: msgspec.Struct) -> bool:
+    """Whether it can be encoded, whatever texts are in it: model code in this process may answer with any number."""
+    try:
+        msgspec.msgpack.encode(message)
+    except UnicodeEncodeError:
+        return True
+    except Exception:
+        return False
+    return True
+
+
 def send(channel: LoopChannel[Any], frame: ToEngine | ToFrontend, fds: Sequence[int] = ()) -> None:
     """Sends a frame, whatever texts are in it."""
     try:

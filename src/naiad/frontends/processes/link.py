@@ -293,7 +293,18 @@ class Link:
         self._is_flushing = False
         answers, self._answers = self._answers, []
         sender = self._sender
-        self.tell(Answers(answers, self._receiver.take_freed()), sender.fds)
+        frame = Answers(answers, self._receiver.take_freed())
+        try:
+            self.tell(frame, sender.fds)
+        except Exception as error:
+            self._behind.log.exception("responses cannot be sent to a front end", error)
+            # Descriptors are in the order of the answers that they are for: without one of them all are in disorder.
+            lost = [answer for answer in answers if sender.fds or not frames.can_be_sent(answer)]
+            for answer in lost:
+                sender.take_back(answer.outputs or ())
+                answer.outputs, answer.failure = None, failure_of(Internal(f"the response cannot be sent: {error}"))
+                answer.id, answer.parameters = "", {}
+            self.tell(frame)
         if sender.fds:
             sender.sent()
 

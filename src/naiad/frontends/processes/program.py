@@ -34,7 +34,10 @@ async def _serve(sock: socket.socket, requests_fd: int, responses_fd: int) -> No
     connection = EngineConnection(sock, requests_fd, responses_fd)
     log = ReportingLog(connection)
     bridge(log)
-    options = (await connection.start).options
+    try:
+        options = (await connection.start).options
+    except NaiadError:
+        return  # the parent has ended, or has no use for this process any more
     async with Listening() as listening:
         try:
             await listen(

@@ -277,6 +277,25 @@ async def test_what_the_engine_refuses_is_known_as_refused(
     assert ("Traceback" in capfd.readouterr().err) == (kind is Internal)
 
 
+@pytest.mark.parametrize("size", [3, 100_000])
+async def test_a_response_that_cannot_be_sent_is_an_error_of_its_request_only(
+    both: Both, size: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def act(request: InferRequest, sink: Any) -> None:
+        parameters = {"number": 2**70 if request.id == "bad" else 1}
+        sink.send(InferResponse("model", 1, request.id, request.inputs, parameters), True)
+
+    both.engine.act = act
+    sinks = {id: Sink() for id in ("good", "bad", "fine")}
+    for id, sink in sinks.items():
+        both.front.infer(request(bytes(size), id=id), sink)
+    results = {id: (await sink.all())[0][0] for id, sink in sinks.items()}
+    assert [type(results[id]) for id in ("good", "bad", "fine")] == [InferResponse, Internal, InferResponse]
+    assert "responses cannot be sent" in capfd.readouterr().err
+    both.engine.requests.clear()
+    assert both.link._sender.outstanding <= 2 * size
+
+
 async def test_what_the_model_answers_is_not_refused(both: Both) -> None:
     both.engine.act = lambda request, sink: sink.send(Cancelled("gone"), True)
     sink = Sink()
