@@ -96,10 +96,8 @@ class Running:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._process.terminate()
-        try:
+        with suppress(subprocess.TimeoutExpired):
             self._process.wait(30)
-        except subprocess.TimeoutExpired:
-            pass
         with suppress(ProcessLookupError):  # what it left behind
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
