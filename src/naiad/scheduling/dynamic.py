@@ -72,7 +72,7 @@ class DynamicScheduler(TurnScheduler):
         super().__init__(model_name, instances, statistics, report)
         self._queue = queue
         self._instances = deque(instances)
-        self._order = _Order() if preserve_ordering else None
+        self._order = _Order(self._deliver) if preserve_ordering else None
         #: Nothing runs before so many calls wait; 0 from then on.
         self._hold = delay_from("TRITONSERVER_DELAY_SCHEDULER")
 
@@ -114,7 +114,10 @@ class DynamicScheduler(TurnScheduler):
 
     def answer(self, call: Call, result: Result | None, final: bool) -> None:
         """A result of a running call, in order where the model asks for it."""
-        self._deliver(call.deliver if self._order is None else self._order.deliver_for(call), result, final)
+        if self._order is None:
+            self._deliver(call.deliver, result, final)
+        else:
+            self._order.answer(call, result, final)
 
     def completed(self, execution: Execution, times: ComputeTimes | None, succeeded: bool) -> None:
         times = self._executed(execution.calls, execution.total_rows, times, succeeded)
@@ -153,7 +156,8 @@ class DynamicScheduler(TurnScheduler):
         while len(queue) and not self._hold:
             instance = self._available()
             if instance is None:
-                self._give_up_if_dead()
+                if (error := self._unavailable(self._instances)) is not None:
+                    self.fail_waiting(error)
                 break
             decision = queue.take(now_ns)
             if isinstance(decision, Batch):
@@ -174,11 +178,6 @@ class DynamicScheduler(TurnScheduler):
         reasons[batch.reason] = reasons.get(batch.reason, 0) + 1
         instance.execute(Execution(self, batch.calls, batch.rows, instance))  # type: ignore[arg-type]
 
-    def _give_up_if_dead(self) -> None:
-        failures = [instance.failure for instance in self._instances]
-        if all(failures):
-            self.fail_waiting(Unavailable(f"model '{self._model_name}' is not available: {failures[0]}"))
-
     def _refuse(self, call: Call, error: NaiadError | None) -> None:
         if self._order is not None:
             self._order.forget(call)
@@ -186,9 +185,10 @@ class DynamicScheduler(TurnScheduler):
 
 
 class _Order:
-    """Holds answers back until those of all earlier calls are out (`preserve_ordering`)."""
+    """Holds answers back until those of all earlier calls are out (`preserve_ordering`). `pass_on` never raises."""
 
-    def __init__(self) -> None:
+    def __init__(self, pass_on: Callable[[Callable[[Result | None, bool], None], Result | None, bool], None]) -> None:
+        self._pass_on = pass_on
         #: Calls in order of arrival, each with the answers it may not send yet.
         self._held: dict[Call, list[tuple[Result | None, bool]]] = {}
 
@@ -199,18 +199,15 @@ class _Order:
         self._held.pop(call, None)
         self._flush()
 
-    def deliver_for(self, call: Call) -> Callable[[Result | None, bool], None]:
-        def deliver(result: Result | None, final: bool) -> None:
-            if next(iter(self._held)) is not call:
-                self._held[call].append((result.owned() if isinstance(result, InferResponse) else result, final))
-                return
-            if final:
-                del self._held[call]
-            call.deliver(result, final)
-            if final:
-                self._flush()
-
-        return deliver
+    def answer(self, call: Call, result: Result | None, final: bool) -> None:
+        if next(iter(self._held)) is not call:
+            self._held[call].append((result.owned() if isinstance(result, InferResponse) else result, final))
+            return
+        if final:
+            del self._held[call]
+        self._pass_on(call.deliver, result, final)
+        if final:
+            self._flush()
 
     def _flush(self) -> None:
         while self._held:
@@ -221,6 +218,6 @@ class _Order:
             else:
                 self._held[call] = []
             for result, final in answers:
-                call.deliver(result, final)
+                self._pass_on(call.deliver, result, final)
             if not ended:
                 return

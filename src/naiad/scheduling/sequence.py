@@ -230,7 +230,8 @@ class SequenceScheduler(TurnScheduler):
                     if isinstance(decision, WaitUntil):
                         wake_ns = decision.time_ns if wake_ns is None else min(wake_ns, decision.time_ns)
                     break
-            self._give_up_if_dead()
+            if len(slots) and (error := self._unavailable(self._instances.values())) is not None:
+                self._refuse(slots.drain(), error)
         self._wake_at(wake_ns)
         if self._idle_now():
             self._idle.set()
@@ -330,12 +331,6 @@ class SequenceScheduler(TurnScheduler):
             f"sequence {key} of model '{self._model_name}' has ended early: the host process of instance "
             f"'{instance.name}', which held its state, has ended. Start the sequence again."
         )
-
-    def _give_up_if_dead(self) -> None:
-        failures = [instance.failure for instance in self._instances.values()]
-        if len(self._slots) and all(failures):
-            error = Unavailable(f"model '{self._model_name}' is not available: {failures[0]}")
-            self._refuse(self._slots.drain(), error)
 
     # ---- endings ----------------------------------------------------------------------------------------
 

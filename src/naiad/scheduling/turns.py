@@ -3,9 +3,9 @@
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-from naiad.errors import NaiadError
+from naiad.errors import NaiadError, Unavailable
 from naiad.instances.instance import ComputeTimes, Instance
 from naiad.messages import BatchStatistics, InferRequest, ModelStatistics, Result
 from naiad.scheduling.scheduler import Call, FailureReason
@@ -97,6 +97,14 @@ class TurnScheduler(ABC):
         count_execution(self._statistics, calls, total_rows, times, succeeded, null_rows)
         self._ask()
         return times
+
+    def _unavailable(self, instances: Iterable[Instance]) -> Unavailable | None:
+        """Why nothing that waits will ever run, or None."""
+        failures = [instance.failure for instance in instances]
+        if not all(failures):
+            return None
+        why = failures[0] if failures else "all its instance groups are passive"
+        return Unavailable(f"model '{self._model_name}' is not available: {why}")
 
     def _deliver(self, deliver: Callable[[Result | None, bool], None], result: Result | None, final: bool) -> None:
         """Passes a result on. A failing sink is the client's trouble."""

@@ -6,7 +6,7 @@ import weakref
 
 from scheduling_fakes import FakeInstance, Lease, Sink
 
-from naiad.errors import Cancelled
+from naiad.errors import Cancelled, Unavailable
 from naiad.messages import InferRequest, ModelStatistics
 from naiad.scheduling.dynamic import DynamicScheduler
 from naiad.scheduling.queue import RequestQueue
@@ -71,4 +71,44 @@ async def test_an_instance_that_is_retired_ends_its_batch_and_one_that_is_added_
     assert old.batch is None
     new.answer()
     assert all(call.ended for call in calls)
+    await asyncio.wait_for(scheduler.close(), 10)
+
+
+class Failing:
+    def send(self, result: object, final: bool) -> None:
+        raise RuntimeError("the client's trouble")
+
+
+async def test_an_answer_that_cannot_be_passed_on_holds_up_none_that_follow_it_in_order() -> None:
+    instances, statistics = [FakeInstance("a"), FakeInstance("b"), FakeInstance("c")], ModelStatistics("m", "1")
+    reported: list[str] = []
+    scheduler = DynamicScheduler(
+        "m",
+        RequestQueue(0),
+        instances,
+        statistics,
+        preserve_ordering=True,
+        report=lambda text, error: reported.append(text),
+    )
+    sinks = [Failing(), Failing(), Sink()]
+    for sink in sinks:
+        scheduler.submit(Call(InferRequest("m", ()), 1, None, sink, Lease(statistics), scheduler))
+    for instance in instances:
+        await asyncio.wait_for(instance.executed.wait(), 10)
+    for instance in reversed(instances):
+        instance.answer()
+    assert len(sinks[2].results) == 1
+    assert len(reported) == 2
+    await asyncio.wait_for(scheduler.close(), 10)
+
+
+async def test_a_model_without_instances_refuses_its_requests() -> None:
+    statistics = ModelStatistics("m", "1")
+    scheduler = DynamicScheduler("m", RequestQueue(0), [], statistics, report=lambda text, error: None)
+    sink = Sink()
+    scheduler.submit(Call(InferRequest("m", ()), 1, None, sink, Lease(statistics), scheduler))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert isinstance(sink.only, Unavailable)
+    assert sink.only.message == "model 'm' is not available: all its instance groups are passive"
     await asyncio.wait_for(scheduler.close(), 10)

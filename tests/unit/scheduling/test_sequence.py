@@ -396,6 +396,12 @@ async def test_without_any_instance_everything_fails():
     assert lab.statistics.pending == 0
 
 
+async def test_a_model_without_instances_refuses_its_requests():
+    lab = Lab(config(), instances=0)
+    call = await lab.send(1, "s")
+    assert call.sink.only.message == "model 'm' is not available: all its instance groups are passive"
+
+
 # -- iterative sequences ---------------------------------------------------------------------------------------------
 
 START = 'control_input { name: "S" control { kind: CONTROL_SEQUENCE_START int32_false_true: [ 0, 1 ] } }'
