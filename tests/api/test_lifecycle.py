@@ -487,3 +487,13 @@ def test_polling_waits_until_a_model_is_written(repository, tmp_path):
         until(lambda: server.http.is_model_ready("slow"), "the model serves")
         assert "half" not in server.log
         assert server.http.do("slow") == "slow 1"
+
+
+def test_a_model_that_is_loaded_anew_gives_no_cached_answers_of_the_old_one(repository):
+    flags = ("--model-control-mode=explicit", "--cache-config=local,size=1000000")
+    with Server(repository, flags=flags).started() as server:
+        for answer in ("old", "new"):
+            repository.doer("m", answer=answer, config="response_cache { enable: true }")
+            server.http.load("m")
+            assert [server.http.do("m") for _ in range(2)] == [answer] * 2
+        assert server.http.statistics("m") == {"inferences": 1, "executions": 1, "failures": 0}

@@ -1,6 +1,7 @@
 """Turns a source into a loaded version: host, completed configuration, instances, scheduler, labels. On the event loop."""
 
 import asyncio
+import os
 import time
 from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
@@ -145,7 +146,9 @@ class ModelLoader:
         """The scheduler behind the response cache, where server and model have one."""
         if self._store is None or not config.response_cache:
             return scheduler
-        return CachingScheduler(scheduler, self._store, version, statistics, self._log.exception)
+        # Answers of what was loaded under this number before are not those of other files.
+        load = b"" if self._store.is_shared else os.urandom(16)
+        return CachingScheduler(scheduler, self._store, version, statistics, self._log.exception, load)
 
     async def _scheduler(
         self, draft: Draft, config: ModelConfig, instances: list[Instance], statistics: ModelStatistics

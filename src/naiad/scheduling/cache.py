@@ -31,6 +31,9 @@ _ENTRY_OVERHEAD = 512
 class Store(Protocol):
     """Where responses are kept. An answer that is not there at once comes as an awaitable."""
 
+    #: Other servers use it too: keys must be the same there.
+    is_shared: bool
+
     def lookup(self, key: bytes) -> "InferResponse | asyncio.Future[InferResponse | None] | None": ...
 
     def insert(self, key: bytes, response: InferResponse) -> None:
@@ -54,6 +57,8 @@ class LocalStore:
 
     `ttl_s` 0 is for ever. `clock` gives seconds.
     """
+
+    is_shared = False
 
     def __init__(self, byte_size: int, ttl_s: float = 0, clock: Callable[[], float] = time.monotonic) -> None:
         self.byte_size = byte_size
@@ -129,12 +134,16 @@ def unpack(data: bytes) -> InferResponse:
     return InferResponse(stored.model_name, stored.model_version, "", outputs, stored.parameters)
 
 
-def key_of(request: InferRequest, version: int) -> bytes:
-    """The same for requests that get the same answer."""
-    digest = hashlib.blake2b(digest_size=16)
+def key_of(request: InferRequest, version: int, load: bytes = b"") -> bytes:
+    """The same for requests that get the same answer of the version that was loaded as `load`."""
+    digest = hashlib.blake2b(load, digest_size=16)
     parameters = sorted(request.parameters.items())
     head = (request.model_name, version, sorted(request.outputs), parameters)
-    digest.update(msgspec.msgpack.encode(head))
+    try:
+        digest.update(msgspec.msgpack.encode(head))
+    except UnicodeEncodeError:
+        # Parameters are what clients send.
+        digest.update(repr(head).encode())
     for tensor in sorted(request.inputs, key=lambda tensor: tensor.name):
         digest.update(msgspec.msgpack.encode((tensor.name, tensor.datatype.number, tensor.shape, len(tensor.data))))
         digest.update(tensor.data)
@@ -151,12 +160,14 @@ class CachingScheduler:
         version: int,
         statistics: ModelStatistics,
         report: Callable[[str, BaseException], None],
+        load: bytes = b"",
     ) -> None:
         self.inner = inner
         self.statistics = statistics
         self.report = report
         self._store = store
         self._version = version
+        self._load = load
         self._flights: dict[bytes, _Flight] = {}
         self._lookups: set[asyncio.Task[None]] = set()
 
@@ -168,7 +179,7 @@ class CachingScheduler:
         return self.inner.pending
 
     def submit(self, call: Call) -> None:
-        key = key_of(call.request, self._version)
+        key = key_of(call.request, self._version, self._load)
         flight = self._flights.get(key)
         if flight is not None:
             flight.join(call)
@@ -190,7 +201,11 @@ class CachingScheduler:
     async def _after_lookup(
         self, flight: "_Flight", lookup: "asyncio.Future[InferResponse | None]", start_ns: int
     ) -> None:
-        found = await lookup
+        try:
+            found = await lookup
+        except Exception as error:
+            self.report("looking for a cached response failed; going on without it", error)
+            found = None
         elapsed_ns = time.monotonic_ns() - start_ns
         if found is not None:
             del self._flights[flight.key]
@@ -201,7 +216,8 @@ class CachingScheduler:
             try:
                 flight.start()
             except NaiadError as error:
-                flight.send(error, True)
+                for call in flight.waiting:
+                    self.refuse(call, error)
         else:
             del self._flights[flight.key]
 
@@ -221,9 +237,20 @@ class CachingScheduler:
         except Exception as error:
             self.report(f"a response of model '{call.request.model_name}' could not be passed on", error)
 
+    def refuse(self, call: Call, error: NaiadError) -> None:
+        try:
+            call.fail(error, "REJECTED")
+        except Exception as problem:
+            self.report(f"an error of model '{call.request.model_name}' could not be passed on", problem)
+
+    def close_flight(self, flight: "_Flight") -> None:
+        """Nobody joins it any more."""
+        if self._flights.get(flight.key) is flight:
+            del self._flights[flight.key]
+
     def landed(self, flight: "_Flight", result: Result | None) -> None:
         """The execution of a flight has ended."""
-        del self._flights[flight.key]
+        self.close_flight(flight)
         if isinstance(result, InferResponse):
             result = msgspec.structs.replace(result.owned(), id="")
             start = time.monotonic_ns()
@@ -267,14 +294,15 @@ class _Flight:
         except NaiadError:
             inner.ended = True
             first.lease.release()
-            self._scheduler.landed(self, None)
-            self.waiting.clear()
+            self._scheduler.close_flight(self)
             raise
 
     def leave(self, call: Call) -> None:
         self.waiting.remove(call)
         call.fail_cancelled()
         if not self.waiting and self._inner is not None:
+            # What comes of it is that of a cancelled request: not for those who ask now.
+            self._scheduler.close_flight(self)
             self._inner.cancel()
 
     def send(self, result: Result | None, final: bool) -> None:

@@ -27,6 +27,8 @@ _SETTINGS = frozenset(
 class RedisStore:
     """Keeps responses under `naiad:` and the digest of the request."""
 
+    is_shared = True
+
     def __init__(self, client: Any, ttl_ms: int, report: Callable[[str, BaseException], None]) -> None:
         self._client = client
         self._ttl_ms = ttl_ms

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from naiad.datatypes import DataType
-from naiad.errors import InvalidArgument, NotFound
+from naiad.errors import Cancelled, InvalidArgument, NotFound, Unavailable
 from naiad.messages import InferRequest, InferResponse, ModelStatistics, Result, Tensor
 from naiad.options import Setting
 from naiad.scheduling.cache import CachingScheduler, LocalStore, families, key_of, pack, store_of, unpack
@@ -242,6 +242,85 @@ def test_the_last_client_takes_the_execution_along() -> None:
     call, _ = bench.submit(request())
     call.cancel()
     assert bench.inner.withdrawn == bench.inner.calls
+
+
+class SlowStore(LocalStore):
+    """Answers when the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__(10_000)
+        self.lookups: list[asyncio.Future[InferResponse | None]] = []
+
+    def lookup(self, key: bytes) -> Any:
+        self.lookups.append(asyncio.get_running_loop().create_future())
+        return self.lookups[-1]
+
+
+async def turns() -> None:
+    for _ in range(4):
+        await asyncio.sleep(0)
+
+
+async def test_what_is_refused_after_the_lookup_is_answered() -> None:
+    bench = Bench(store := SlowStore())
+    sinks = [bench.submit(request())[1] for _ in range(2)]
+
+    def refuse(call: Call) -> None:
+        raise Unavailable("Exceeds maximum queue size")
+
+    bench.inner.submit = refuse  # type: ignore[method-assign]
+    store.lookups[0].set_result(None)
+    await turns()
+    assert [str(sink.results[0]) for sink in sinks] == ["Exceeds maximum queue size"] * 2
+    assert bench.lease.held == 0
+    assert bench.lease.statistics.failures["REJECTED"] == 2
+    bench.submit(request())
+    assert len(store.lookups) == 2
+
+
+async def test_a_lookup_that_fails_is_a_miss() -> None:
+    bench = Bench(store := SlowStore())
+    reported: list[str] = []
+    bench.cache.report = lambda text, error: reported.append(text)
+    _, sink = bench.submit(request())
+    store.lookups[0].set_exception(ValueError("broken entry"))
+    await turns()
+    bench.inner.calls[0].deliver(response(), True)
+    assert isinstance(sink.results[0], InferResponse)
+    assert len(reported) == 1
+    await bench.cache.close()
+
+
+def test_nobody_joins_an_execution_that_all_its_clients_have_left() -> None:
+    bench = Bench()
+    leaving, gone = bench.submit(request())
+    leaving.cancel()
+    _, sink = bench.submit(request())
+    assert len(bench.inner.calls) == 2
+    bench.inner.calls[0].deliver(Cancelled(""), True)
+    assert sink.results == []
+    bench.inner.calls[1].deliver(response(), True)
+    assert isinstance(sink.results[0], InferResponse)
+    assert len(gone.results) == 1
+    assert bench.lease.held == 0
+
+
+def test_a_late_answer_to_clients_that_have_left_is_kept_all_the_same() -> None:
+    bench = Bench()
+    leaving, _ = bench.submit(request())
+    leaving.cancel()
+    bench.inner.calls[0].deliver(response(), True)
+    _, sink = bench.submit(request())
+    assert isinstance(sink.results[0], InferResponse)
+    assert bench.lease.held == 0
+
+
+def test_texts_that_are_not_utf8_can_be_compared() -> None:
+    assert key_of(request(parameters={"p": "\udcff"}), 1) != key_of(request(parameters={"p": "\udcfe"}), 1)
+
+
+def test_versions_that_were_loaded_separately_share_no_answers() -> None:
+    assert key_of(request(), 1, b"one load") != key_of(request(), 1, b"another")
 
 
 # ---- Redis: a real server ----------------------------------------------------------------------------------------
