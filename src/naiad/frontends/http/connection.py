@@ -388,8 +388,8 @@ class Connection:
         elif expected > MAX_BODY:
             self._refuse(413, f"a body of {expected} bytes is more than the {MAX_BODY} that are accepted")
         elif head.is_chunked:
+            self._chunks = Chunks()
             self._state = _State.CHUNKS
-            self._chunks = Chunks(text)
             self._invite(head, received)
             self._receive_chunks(received)
         elif len(received) == expected:

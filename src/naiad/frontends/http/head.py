@@ -55,7 +55,10 @@ class Head:
         self.keep_alive = reading.keep_alive
         self.is_http_1_0 = parser.get_http_version() == "1.0"
         length = headers.get("content-length")
-        self.is_chunked = headers.get("transfer-encoding") is not None
+        encoding = headers.get("transfer-encoding")
+        self.is_chunked = encoding is not None
+        if encoding is not None and encoding.rpartition(",")[2].strip().lower() != "chunked":
+            raise httptools.HttpParserError(f"the end of a body with Transfer-Encoding {encoding} cannot be found")
         self.body_size = int(length) if length and not self.is_chunked else 0
         if length and self.is_chunked:
             # The chunks count. Proxies may see it otherwise: whatever comes next is not theirs to smuggle in.
@@ -87,10 +90,13 @@ class _HeadReader:
         self.keep_alive = self.parser.should_keep_alive()
 
 
+_CHUNKED_HEAD = b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
 class Chunks:
     """The body of a request in chunks."""
 
-    def __init__(self, head: bytes) -> None:
+    def __init__(self) -> None:
         self.parts: list[bytes] = []
         self.size = 0
         self.count = 0
@@ -98,11 +104,13 @@ class Chunks:
         #: Something came behind this request, in the same read.
         self.is_followed = False
         self._parser = _parser(self)
-        self._parser.feed_data(head)
+        # Not the head itself: the parser would stop at the end of a request that offers an upgrade.
+        self._parser.feed_data(_CHUNKED_HEAD)
 
     def feed(self, data: bytes) -> None:
         """Raises HttpParserError."""
-        self._parser.feed_data(data)
+        with suppress(httptools.HttpParserUpgrade):  # offered by what follows
+            self._parser.feed_data(data)
 
     def on_message_begin(self) -> None:
         self.is_followed = self.is_complete

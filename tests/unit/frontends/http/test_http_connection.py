@@ -171,6 +171,21 @@ async def test_chunked_bodies() -> None:
         assert echo.bodies == [b"abcdefg"] * 2
 
 
+async def test_an_offered_upgrade_is_not_taken_up() -> None:
+    offer = b"HTTP/1.1\r\nHost: h\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AA\r\n"
+    async with client() as (_, reader, writer):
+        for _ in range(2):
+            answer = await ask(
+                reader, writer, b"POST /c " + offer + b"Transfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n"
+            )
+            assert answer.body == b"POST /c 3"
+            assert (
+                await ask(reader, writer, b"POST /l " + offer + b"Content-Length: 2\r\n\r\nab")
+            ).body == b"POST /l 2"
+        writer.write(b"POST /c HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\nGET /g " + offer + b"\r\n")
+        assert (await read_answer(reader)).body == b"POST /c 0"
+
+
 async def test_what_follows_a_chunked_request_does_it_no_harm() -> None:
     head = b"POST /c HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n"
     async with client() as (_, reader, writer):

@@ -11,7 +11,7 @@ BOTH = b"POST /v2 HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\nTransfer-Encoding:
 def test_chunks_count_where_a_length_is_given_too() -> None:
     head = Head(BOTH)
     assert (head.is_chunked, head.body_size) == (True, 0)
-    chunks = Chunks(BOTH)
+    chunks = Chunks()
     chunks.feed(b"4\r\nabcd\r\n0\r\n\r\n")
     assert (chunks.is_complete, b"".join(chunks.parts)) == (True, b"abcd")
 
@@ -19,6 +19,19 @@ def test_chunks_count_where_a_length_is_given_too() -> None:
 def test_nothing_is_read_behind_a_request_of_doubtful_size() -> None:
     assert not Head(BOTH).keep_alive
     assert Head(BOTH.replace(b"Content-Length: 9\r\n", b"")).keep_alive
+
+
+@pytest.mark.parametrize(
+    ("encoding", "is_known"), [("chunked", True), ("gzip, Chunked", True), ("gzip", False), ("chunked, gzip", False)]
+)
+@pytest.mark.parametrize("offer", ["", "Connection: Upgrade\r\nUpgrade: h2c\r\n"])
+def test_bodies_must_have_an_end(encoding: str, is_known: bool, offer: str) -> None:
+    head = f"POST /v2 HTTP/1.1\r\n{offer}Transfer-Encoding: {encoding}\r\n\r\n".encode()
+    if is_known:
+        assert Head(head).is_chunked
+    else:
+        with pytest.raises(httptools.HttpParserError):
+            Head(head)
 
 
 def test_two_lengths_stay_refused() -> None:
