@@ -148,12 +148,15 @@ def wanted_steps(
 class _Scope:
     """Tensors at one place of the flow; None is a tensor that will not come."""
 
-    __slots__ = ("answered", "children", "parent", "started", "tensors")
+    __slots__ = ("answered", "children", "ordinary", "parent", "started", "tensors")
 
     def __init__(self, parent: "_Scope | None") -> None:
         self.parent = parent
         self.tensors: dict[str, Tensor | None] = {}
+        #: Those that may still see new tensors from here or from above; others live as long as their steps run.
         self.children: list[_Scope] = []
+        #: Steps under way whose answers go here.
+        self.ordinary = 0
         self.started: set[int] = set()
         self.answered = False
 
@@ -164,6 +167,15 @@ class _Scope:
                 return scope, scope.tensors[name]
             scope = scope.parent
         return None
+
+    def may_grow(self) -> bool:
+        """Whether tensors may still come to it or to those above. None do later if no step is under way for them."""
+        scope: _Scope | None = self
+        while scope is not None:
+            if scope.ordinary:
+                return True
+            scope = scope.parent
+        return False
 
     def below(self) -> Iterator["_Scope"]:
         yield self
@@ -289,6 +301,8 @@ class _Run:
         """A step has answered."""
         if final:
             self._running.pop(sink, None)
+            if not sink.member.config.decoupled:
+                sink.scope.ordinary -= 1
         if not self._ended:
             self._go_on(sink, result, final)
         if final and self._scheduler.gates:
@@ -304,11 +318,14 @@ class _Run:
             scope = sink.scope
             member = sink.member
             if member.config.decoupled:
-                scope = _Scope(scope)
-                sink.scope.children.append(scope)
+                scope = _Scope(sink.scope)
+                if sink.scope.may_grow():
+                    sink.scope.children.append(scope)
             self._put(scope, member, result.owned())
             empty = not result.outputs
             self._advance(scope)
+            if scope.children and not scope.may_grow():
+                scope.children.clear()
         if final and not self._ended and not self._running and not self._starting:
             self._finish(empty)
 
@@ -379,6 +396,8 @@ class _Run:
         )
         sink = _StepSink(self, member, place, step_request)
         self._running[sink] = None
+        if not member.config.decoupled:
+            place.ordinary += 1
         gates = self._scheduler.gates
         if not gates or gates[member].enter(sink):
             self._infer(sink)

@@ -1,6 +1,7 @@
 """Ensembles over a fake engine: data flow, errors, pruning, decoupled steps."""
 
 import asyncio
+import gc
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from naiad.config.parse import parse_text
 from naiad.datatypes import DataType
 from naiad.errors import InvalidArgument, NaiadError, NotFound
 from naiad.messages import InferRequest, InferResponse, ModelStatistics, ResponseSink, Result, Tensor
-from naiad.scheduling.ensemble import EnsembleScheduler, fitted, members_of
+from naiad.scheduling.ensemble import EnsembleScheduler, _Scope, fitted, members_of
 from naiad.scheduling.scheduler import Call
 
 
@@ -239,6 +240,62 @@ def test_steps_behind_a_decoupled_one_run_per_response() -> None:
     assert bench.sink.values() == [{"O": 10}, {"O": 11}]
     assert bench.sink.results[-1] == (None, True)
     assert bench.lease.released == 1
+
+
+def scopes() -> int:
+    gc.collect()
+    return sum(isinstance(each, _Scope) for each in gc.get_objects())
+
+
+def test_what_a_response_of_a_decoupled_step_has_brought_goes_when_it_is_answered() -> None:
+    flow = ensemble(
+        "I",
+        "O",
+        step("split", {"X": "I"}, {"Y": "m"}),
+        step("neg", {"X": "m"}, {"Y": "O"}),
+        more="model_transaction_policy { decoupled: true }",
+    )
+    bench = Bench(flow, model("split", "X", "Y", "model_transaction_policy { decoupled: true }"), NEG)
+    bench.submit(I=1)
+    split = bench.calls.pop()
+    before = scopes()
+    for number in range(20):
+        split.answer(False, Y=number)
+        bench.calls.pop().answer(Y=number)
+    assert scopes() <= before + 1
+    split.sink.send(None, True)
+    assert len(bench.sink.values()) == 20
+    assert bench.sink.results[-1] == (None, True)
+
+
+def test_responses_wait_for_a_slower_step_beside_the_decoupled_one() -> None:
+    flow = ensemble(
+        "I",
+        "O",
+        step("split", {"X": "I"}, {"Y": "m"}),
+        step("neg", {"X": "I"}, {"Y": "n"}),
+        step("add", {"A": "m", "B": "n"}, {"S": "O"}),
+        more="model_transaction_policy { decoupled: true }",
+    )
+    bench = Bench(flow, model("split", "X", "Y", "model_transaction_policy { decoupled: true }"), NEG, ADD)
+    before = scopes()
+    bench.submit(I=1)
+    split, slow = bench.calls
+    bench.calls.clear()
+    split.answer(False, Y=1)
+    split.answer(False, Y=2)
+    assert bench.calls == []
+    slow.answer(Y=9)
+    split.answer(False, Y=3)
+    assert [(call.value("A"), call.value("B")) for call in bench.calls] == [(1, 9), (2, 9), (3, 9)]
+    for call in bench.calls:
+        call.answer(S=call.value("A"))
+    bench.calls.clear()
+    del call, slow
+    # That of the call and that of the response seen last.
+    assert scopes() <= before + 2
+    split.sink.send(None, True)
+    assert bench.sink.values() == [{"O": 1}, {"O": 2}, {"O": 3}]
 
 
 def test_a_decoupled_step_without_responses_ends_the_call_empty() -> None:
