@@ -21,6 +21,7 @@ import numpy as np
 from naiad.backends.api import Array, ArrayBackend, ConfigDict, InstanceContext, ModelContext
 from naiad.backends.arrays import framework_dims, from_text, to_text
 from naiad.backends.cores import cores_per_instance
+from naiad.backends.placement import first_instance
 from naiad.datatypes import DataType
 from naiad.errors import Internal, InvalidArgument, NaiadError, Unavailable, Unsupported
 
@@ -119,12 +120,10 @@ class OnnxRuntimeBackend(ArrayBackend):
                 f"skipping model configuration auto-complete for '{model.name}': inputs and outputs already specified",
             )
             return None
-        kinds = {group.get("kind") for group in config.get("instance_group", ())}
-        instance = InstanceContext(model.name, "KIND_GPU" if "KIND_GPU" in kinds else "KIND_CPU")
         options = _session_options(model, threads=1)
         # Only the signature is asked for; optimising the graph is most of the time a session takes to open.
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-        session = _open_session(model, instance, options)
+        session = _open_session(model, first_instance(model), options)
         inputs, outputs = _infos(session.get_inputs()), _infos(session.get_outputs())
 
         batchable = all(info.shape[:1] == (-1,) for info in (*inputs.values(), *outputs.values()))
@@ -230,6 +229,8 @@ def _open_session(model: ModelContext, instance: InstanceContext, options: Any) 
             options.register_custom_ops_library(_library_path(model, library))
         except Exception as error:
             raise _translated(error) from error
+    if any(name == "CUDAExecutionProvider" for name, _ in providers):
+        _load_cuda_libraries()
     try:
         # Without "fallback": a session that quietly computes elsewhere than asked is a puzzle, not a service.
         session = ort.InferenceSession(
@@ -249,6 +250,13 @@ def _open_session(model: ModelContext, instance: InstanceContext, options: Any) 
                 f" missing; the lines above say which); started: {', '.join(started)}"
             )
     return session
+
+
+@functools.cache
+def _load_cuda_libraries() -> None:
+    """Once per process: those that come from PyPI, in packages that the loader does not know."""
+    if hasattr(ort, "preload_dlls"):
+        ort.preload_dlls()
 
 
 def _library_path(model: ModelContext, library: str) -> str:

@@ -4,11 +4,13 @@
 """
 
 import importlib
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from naiad.telemetry.exposition import Family, Sample
+from naiad.telemetry.gpus import visible
 
 
 class SystemMetrics:
@@ -85,15 +87,19 @@ def _gauge(name: str, help: str, value: float) -> Family:
 
 
 class _Gpus:
-    """The GPUs that NVML knows. `nvml` is the module pynvml."""
+    """The GPUs that NVML knows and CUDA_VISIBLE_DEVICES does not hide. `nvml` is the module pynvml."""
 
     def __init__(self, nvml: Any) -> None:
         self._nvml = nvml
-        self._devices: list[tuple[dict[str, str], Any]] = []
+        handles: dict[str, Any] = {}
         for index in range(nvml.nvmlDeviceGetCount()):
             handle = nvml.nvmlDeviceGetHandleByIndex(index)
             uuid = nvml.nvmlDeviceGetUUID(handle)
-            self._devices.append(({"gpu_uuid": uuid.decode() if isinstance(uuid, bytes) else uuid}, handle))
+            handles[uuid.decode() if isinstance(uuid, bytes) else uuid] = handle
+        seen = visible(list(handles), os.environ.get("CUDA_VISIBLE_DEVICES"))
+        if any(uuid not in handles for uuid in seen):
+            seen = list(handles)  # parts of GPUs, of which NVML does not tell here whose they are
+        self._devices: list[tuple[dict[str, str], Any]] = [({"gpu_uuid": uuid}, handles[uuid]) for uuid in seen]
         energy = nvml.nvmlDeviceGetTotalEnergyConsumption
         self._energy_at_start = [self._read(energy, handle) or 0 for _, handle in self._devices]
 

@@ -17,7 +17,7 @@ ort = pytest.importorskip("onnxruntime")
 
 from onnx import TensorProto, helper  # noqa: E402
 
-from naiad.backends.onnxruntime import OnnxRuntimeBackend  # noqa: E402
+from naiad.backends.onnxruntime import OnnxRuntimeBackend, _load_cuda_libraries  # noqa: E402
 
 FLOAT, INT64, STRING, BOOL, BF16 = (
     TensorProto.FLOAT,
@@ -74,7 +74,7 @@ def services() -> Services:
 def context(tmp_path: Path, services: Services) -> Callable[..., ModelContext]:
     def make(model: Any, config: ConfigDict, settings: dict[str, str] | None = None) -> ModelContext:
         directory = tmp_path / "m"
-        (directory / "1").mkdir(parents=True)
+        (directory / "1").mkdir(parents=True, exist_ok=True)
         path = directory / "1" / "model.onnx"
         if model is not None:
             onnx.save(model, path)
@@ -475,6 +475,21 @@ class TestProviderOptions:
 
     def test_gpu(self, asked: Any) -> None:
         assert asked("KIND_GPU") == [("CUDAExecutionProvider", {"device_id": "3"}), ("CPUExecutionProvider", {})]
+
+    def test_the_libraries_of_cuda_are_loaded_once(self, asked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        loaded: list[str] = []
+        monkeypatch.setattr(ort, "preload_dlls", lambda: loaded.append("cuda"))
+        _load_cuda_libraries.cache_clear()
+        asked("KIND_CPU")
+        assert loaded == []
+        asked("KIND_GPU")
+        asked("KIND_GPU")
+        assert loaded == ["cuda"]
+
+    def test_completion_looks_at_the_model_where_it_will_run(self, asked: Any, context: Any) -> None:
+        group = {"kind": "KIND_GPU", "gpus": [2, 1]}
+        assert OnnxRuntimeBackend.autocomplete(context(PLAIN, {"name": "m", "instance_group": [group]}))
+        assert asked("KIND_CPU")[0] == ("CUDAExecutionProvider", {"device_id": "2"})
 
     def test_accelerators_with_options(self, asked: Any) -> None:
         accelerators = {

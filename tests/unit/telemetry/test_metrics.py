@@ -315,6 +315,7 @@ def fake_nvml(monkeypatch, count: int = 1) -> types.ModuleType:
 
 
 def test_gpus(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     nvml = fake_nvml(monkeypatch, count=2)
     system = SystemMetrics(cpu=False)
     nvml.energy = 7_500
@@ -338,6 +339,17 @@ def test_gpus(monkeypatch):
     assert nvml.closed == 1
     system.sample()
     assert system.families() == []
+
+
+@pytest.mark.parametrize(
+    ("chosen", "shown"),
+    [("1", ["GPU-1"]), ("GPU-1,GPU-0", ["GPU-1", "GPU-0"]), ("MIG-x", ["GPU-0", "GPU-1"]), ("", [])],
+)
+def test_gpus_that_cuda_does_not_see_are_not_shown(chosen, shown, monkeypatch):
+    fake_nvml(monkeypatch, count=2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
+    families = SystemMetrics(cpu=False).families()
+    assert [sample.labels["gpu_uuid"] for sample in families[0].samples] == shown if shown else not families
 
 
 def test_no_gpus(monkeypatch):

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from naiad.backends.api import ConfigDict, InstanceContext, ModelContext
+from naiad.backends.api import ConfigDict, ModelContext
 from naiad.backends.arrays import framework_dims
+from naiad.backends.placement import first_instance
 from naiad.backends.pytorch import loading, settings
 from naiad.backends.pytorch.arguments import Forward, Tree, configured_inputs, datatype_of
 from naiad.backends.pytorch.loading import Program
@@ -31,9 +32,7 @@ def complete(model: ModelContext) -> ConfigDict | None:
     outputs = [dict(tensor) for tensor in config.get("output", ())]
     if inputs and outputs and all(map(_is_whole, (*inputs, *outputs))):
         return None
-    kinds = [group.get("kind") for group in config.get("instance_group", ())]
-    kind: Any = next((it for it in kinds if it in ("KIND_GPU", "KIND_MODEL")), "KIND_CPU")
-    device = Device(model.name, InstanceContext(model.name, kind))
+    device = Device(model.name, first_instance(model))
     chosen = settings.read(model.parameters)
     settings.apply(chosen, model)
     program = loading.load(model, device, chosen)
