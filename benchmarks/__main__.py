@@ -25,7 +25,10 @@ Turn = dict[int, Measurement]
 def take_turn(
     server: str, workload: Workload, levels: list[int], repository: Path, options: argparse.Namespace
 ) -> Turn:
-    """Starts the server, checks an answer, measures each level, stops it. Raises RuntimeError where anything fails."""
+    """Starts the server, checks an answer, measures each level, stops it.
+
+    Levels above one at which there is no answer in time are left out. Raises RuntimeError where anything fails.
+    """
     seconds = options.seconds * workload.stretch
     if server == "loop":
         return dict.fromkeys(levels, workload.loop(repository, options.cores, seconds))
@@ -40,7 +43,10 @@ def take_turn(
             parts = (running, workload.form, inputs, expected, level)
             if workload.more_is_better:
                 workload.measure(Task(*parts, options.warm_up, options.cores[-1]))
-            turn[level] = measure(workload, Task(*parts, seconds, options.cores[-1]))
+            run = measure(workload, Task(*parts, seconds, options.cores[-1]))
+            if not run.value:
+                break
+            turn[level] = run
     return turn
 
 
@@ -50,8 +56,6 @@ def measure(workload: Workload, task: Task) -> Measurement:
     before, cpu_s = running.executed() if counts else {}, running.cpu_s()
     run = workload.measure(task)
     cpu_s = running.cpu_s() - cpu_s
-    if not run.value:
-        raise RuntimeError(f"no answer to {task.level} requests in {task.seconds} s")
     if not run.requests:
         return run
     run = replace(run, cpu_us=cpu_s / run.requests * 1e6)
@@ -84,6 +88,7 @@ def compare(workload: Workload, options: argparse.Namespace, console: Console) -
         report.summarize(workload.name, level, server, workload.unit, [turn[level] for turn in found], today)
         for level in levels
         for server, found in turns.items()
+        if all(level in turn for turn in found)
     ]
     for level in levels:
         figures = ", ".join(f"{row.server} {row.value:,.2f}" for row in rows if row.level == level)
