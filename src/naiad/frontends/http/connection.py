@@ -281,6 +281,9 @@ class Connection:
             leave, request.on_disconnect = request.on_disconnect, None
             leave()
 
+    def eof_received(self) -> None:
+        """The client sends no more, and with TLS hears no more: the transport closes."""
+
     def pause_writing(self) -> None:
         self._drain = asyncio.get_running_loop().create_future()
 

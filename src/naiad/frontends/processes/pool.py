@@ -257,7 +257,7 @@ class FrontEndProcesses:
                     await self._news.wait()
             except TimeoutError:
                 for process in behind:
-                    process.kill()
+                    process.kill(f"has not taken note of a change within {_KNOW_S:g} s")
                 deadline += _KNOW_S
         for change, refusal in self._refused:
             if since < change <= upto:
@@ -281,7 +281,9 @@ class _Process:
         self.hello: asyncio.Future[None] = self._loop.create_future()
         self.started: asyncio.Future[None] = self._loop.create_future()
         self.ended = asyncio.Event()
-        self.how = "has not been started"
+        #: How it ended, after "front-end process 1 "; why it was killed, if it was.
+        self.how = ""
+        self._why = ""
         self.pid = 0
         #: It has been told what there is, and is told all changes; the last one it knows.
         self.is_introduced = False
@@ -304,15 +306,16 @@ class _Process:
         self._pidfd = os.pidfd_open(self.pid)
         self._loop.add_reader(self._pidfd, self._on_exit)
 
-    def kill(self) -> None:
+    def kill(self, why: str = "") -> None:
         if not self.ended.is_set():
+            self._why = self._why or why
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     def _on_exit(self) -> None:
         self._loop.remove_reader(self._pidfd)
         os.close(self._pidfd)
         code = self._process.wait()
-        self.how = exit_text(abs(code), code < 0)
+        self.how = self._why or exit_text(abs(code), code < 0)
         self.link.close()
         self._pool.gone(self)
         self.ended.set()
