@@ -31,6 +31,16 @@ def _do_nothing() -> None:
     pass
 
 
+def _settle(loaded: "asyncio.Future[None]", error: NaiadError | None) -> None:
+    if loaded.done():
+        # Who waited for it has been cancelled.
+        return
+    if error is None:
+        loaded.set_result(None)
+    else:
+        loaded.set_exception(error)
+
+
 class _ThreadLink:
     """Results from an instance's thread to the loop."""
 
@@ -111,9 +121,9 @@ class ThreadInstance:
         try:
             self._execution = target = execution(backend(context, self._context), signature, link, self._limits.batch)
         except BaseException as error:
-            tell(loaded.set_exception, failure(error).error())
+            tell(_settle, loaded, failure(error).error())
             return
-        tell(loaded.set_result, None)
+        tell(_settle, loaded, None)
         try:
             while (received := self._queue.get()) is not None:
                 target.execute(*received, monotonic_ns())

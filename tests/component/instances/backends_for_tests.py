@@ -5,6 +5,7 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import numpy.random
@@ -280,3 +281,12 @@ class Rescheduling(RequestBackend):
                 threading.Thread(target=request.reschedule).start()
             else:
                 request.reschedule()
+
+
+class Patient(Misbehaving):
+    """Takes until the file `go_on` is there to be constructed; has begun when `begun` is."""
+
+    def __init__(self, model, instance):
+        Path(model.parameters["begun"]).touch()
+        while not os.path.exists(model.parameters["go_on"]):
+            time.sleep(0.002)

@@ -139,3 +139,21 @@ async def test_an_instance_that_leaves_is_closed(lab, tmp_path):
     await run(model.instances[0], command("x"), rows=[1])
     await model.close()
     assert trace.read_text() == "m_0_1\nm_0_0\n"
+
+
+async def test_a_load_in_the_server_that_nobody_waits_for_ends_quietly(make_lab, tmp_path):
+    problems = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: problems.append(context))
+    async with make_lab(isolation="none") as lab:
+        model = await lab.open("Patient")
+        begun, go_on = tmp_path / "begun", tmp_path / "go"
+        configuration = {**STRINGS, **parameters(begun=str(begun), go_on=str(go_on))}
+        loading = asyncio.create_task(model.load(configuration, contexts("slow")))
+        await until(begun.exists)
+        loading.cancel()
+        go_on.touch()
+        with pytest.raises(asyncio.CancelledError):
+            await loading
+        assert model.instances == []
+        await model.close()
+    assert problems == []
