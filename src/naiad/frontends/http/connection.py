@@ -291,6 +291,8 @@ class Connection:
         if self._drain is not None and not self._drain.done():
             self._drain.set_result(None)
         self._drain = None
+        if self._state is _State.HEAD:
+            self._take_up()
 
     async def drained(self) -> None:
         if self._transport is None:
@@ -339,21 +341,24 @@ class Connection:
     def _receive(self, data: bytes) -> None:
         state = self._state
         if state is _State.HEAD:
-            if self._rest:
-                # The turn in which that is taken up is about to come.
-                self._rest += data
+            if self._rest or self._drain is not None:
+                # That is taken up first, and nothing before the client has read its replies.
+                self._hold(data)
             else:
                 self._receive_head(self._head + data if self._head else data)
         elif state is _State.HANDLING:
-            # A pipelined request: it waits for its turn, and its sender for us once it has sent much.
-            self._rest += data
-            if len(self._rest) > MAX_HEAD and not self._paused:
-                self._paused = True
-                self._transport.pause_reading()
+            self._hold(data)
         elif state is _State.CHUNKS:
             self._receive_chunks(data)
         elif state is _State.DROPPING:
             self._drop(data)
+
+    def _hold(self, data: bytes) -> None:
+        """A pipelined request: it waits for its turn, and its sender for us once it has sent much."""
+        self._rest += data
+        if len(self._rest) > MAX_HEAD and not self._paused:
+            self._paused = True
+            self._transport.pause_reading()
 
     def _receive_head(self, data: bytes) -> None:
         end = data.find(b"\r\n\r\n")
@@ -455,6 +460,11 @@ class Connection:
             self._state = _State.CLOSED
             self._transport.close()
             return
+        if self._drain is None:
+            self._take_up()
+
+    def _take_up(self) -> None:
+        """Goes on with what the client has sent meanwhile."""
         if self._paused:
             self._paused = False
             self._transport.resume_reading()
@@ -463,7 +473,7 @@ class Connection:
             asyncio.get_running_loop().call_soon(self._go_on)
 
     def _go_on(self) -> None:
-        if self._state is _State.HEAD and self._rest:
+        if self._state is _State.HEAD and self._rest and self._drain is None:
             rest, self._rest = self._rest, b""
             self._receive(rest)
 

@@ -135,13 +135,30 @@ async def test_pipelined_requests_are_answered_in_order() -> None:
 
 
 class Written:
-    """A transport in memory."""
+    """A transport in memory, of a client that reads nothing by itself."""
 
-    def __init__(self) -> None:
+    def __init__(self, connection: Connection, limit: int = 1 << 20) -> None:
+        self._connection = connection
+        self._limit = limit
         self.data = b""
+        self.is_reading = True
 
     def write(self, data: bytes) -> None:
         self.data += data
+        if len(self.data) > self._limit:
+            self._connection.pause_writing()
+
+    def read(self) -> bytes:
+        data, self.data = self.data, b""
+        if len(data) > self._limit:
+            self._connection.resume_writing()
+        return data
+
+    def pause_reading(self) -> None:
+        self.is_reading = False
+
+    def resume_reading(self) -> None:
+        self.is_reading = True
 
 
 def receive(connection: Connection, data: bytes) -> None:
@@ -150,14 +167,33 @@ def receive(connection: Connection, data: bytes) -> None:
 
 
 async def test_what_comes_right_after_an_answer_goes_behind_what_came_before_it() -> None:
-    echo, written = Echo(), Written()
+    echo = Echo()
     connection = Connection(echo, Connections())
+    written = Written(connection)
     connection.connection_made(written)
     receive(connection, b"GET /later HTTP/1.1\r\n\r\nGET /sec")
     echo.held[0].response_bytes(200, TEXT, b"first")
     receive(connection, b"ond HTTP/1.1\r\n\r\n")
     await asyncio.sleep(0)
     assert written.data.endswith(b"\r\nGET /second 0"), written.data
+
+
+async def test_a_client_that_does_not_read_its_replies_gets_no_more_of_them() -> None:
+    echo = Echo()
+    connection = Connection(echo, Connections())
+    written = Written(connection, limit=0)
+    connection.connection_made(written)
+    request = b"GET /1 HTTP/1.1\r\n\r\n"
+    receive(connection, 3 * request)
+    for count in (1, 2, 3):
+        for _ in range(4):
+            await asyncio.sleep(0)
+        assert len(echo.bodies) == count
+        if count == 3:
+            receive(connection, request * 4000)
+            assert not written.is_reading, "what a client may send ahead is limited"
+        assert written.read().endswith(b"\r\nGET /1 0")
+        assert written.is_reading
 
 
 async def test_chunked_bodies() -> None:
