@@ -37,6 +37,9 @@ class Execution(Protocol):
         `succeeded` is False when the execution itself raised; an error that a model answers to one request is
         not a failed execution."""
 
+    def extend(self) -> None:
+        """The instance has kept the batch waiting and executes it now: what has come since may join it."""
+
     def reschedule(self, index: int) -> None:
         """Model code gives request `index` back to be executed once more, in place of a final answer. Hosts offer
         that to models of iterative sequences only."""

@@ -155,6 +155,9 @@ class _Run:
             self._unanswered -= 1
             self._end()
 
+    def extend(self) -> None:
+        pass
+
     def reschedule(self, index: int) -> None:
         # Once is warm enough.
         self._unanswered -= 1

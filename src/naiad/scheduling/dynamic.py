@@ -32,7 +32,10 @@ class Execution:
         self.rows: Sequence[int] = [call.rows for call in calls]
         self.unanswered = len(calls)
         self.is_traced = False
-        for index, call in enumerate(calls):
+        self._join(calls, 0)
+
+    def _join(self, calls: list[Call], start: int) -> None:
+        for index, call in enumerate(calls, start):
             call.execution = self
             call.index = index
             if call.request.trace is not None:
@@ -51,6 +54,16 @@ class Execution:
     def reschedule(self, index: int) -> None:
         # A host offers this to models of iterative sequences only.
         self.deliver(index, Internal("a request that is no iterative sequence cannot be rescheduled"), True)
+
+    def extend(self) -> None:
+        calls = self.scheduler.more(self)
+        if calls:
+            self._join(calls, len(self.calls))
+            self.calls = [*self.calls, *calls]
+            self.requests = [call.request for call in self.calls]
+            self.rows = [call.rows for call in self.calls]
+            self.total_rows = sum(self.rows)
+            self.unanswered = len(self.calls)
 
     def complete(self, times: ComputeTimes | None, succeeded: bool = True) -> None:
         self.scheduler.completed(self, times, succeeded)
@@ -118,6 +131,12 @@ class DynamicScheduler(TurnScheduler):
             self._deliver(call.deliver, result, final)
         else:
             self._order.answer(call, result, final)
+
+    def more(self, execution: Execution) -> list[Call]:
+        """Calls that join an execution which has had to wait for its instance."""
+        calls = self._queue.more(execution.calls[0], execution.total_rows)
+        self._statistics.pending -= len(calls)
+        return calls  # type: ignore[return-value]
 
     def completed(self, execution: Execution, times: ComputeTimes | None, succeeded: bool) -> None:
         times = self._executed(execution.calls, execution.total_rows, times, succeeded)

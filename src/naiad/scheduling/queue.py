@@ -213,6 +213,19 @@ class RequestQueue:
             return self._pop(count, rows, "delay")
         return WaitUntil(send_at_ns)
 
+    def more(self, first: Queued, rows: int) -> list[Queued]:
+        """Takes out what may join a batch that begins with `first`, has `rows` and has had to wait. A batch of a
+        preferred size grows to another one only."""
+        count = 0
+        grown = rows
+        for number, call in enumerate(self._waiting(), 1):
+            if grown + call.rows > self._largest_preferred or call.signature != first.signature:
+                break
+            grown += call.rows
+            if grown in self._preferred or rows not in self._preferred:
+                count = number
+        return self._pop(count, grown - rows, "waited").calls
+
     def _waiting(self) -> Iterator[Queued]:
         for level in self._in_order:
             yield from level.calls

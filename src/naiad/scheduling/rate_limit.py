@@ -162,6 +162,7 @@ class RateLimiter:
     def __init__(self, explicit: Sequence[RateLimitResource] = ()) -> None:
         self._resources = Resources(explicit)
         self._holders: dict[Claim, LimitedInstance] = {}
+        self._grant_due = False
 
     def __repr__(self) -> str:
         return f"<RateLimiter {self._resources!r}>"
@@ -194,7 +195,8 @@ class RateLimiter:
 
     def want(self, claim: Claim) -> None:
         self._resources.want(claim)
-        self.grant()
+        if not self._grant_due:
+            self.grant()
 
     def withdraw(self, claim: Claim) -> None:
         self._resources.withdraw(claim)
@@ -202,9 +204,13 @@ class RateLimiter:
 
     def release(self, claim: Claim) -> None:
         self._resources.release(claim)
-        self.grant()
+        if not self._grant_due:
+            # Not now: the scheduler that has been told of the end takes its place in the line first.
+            self._grant_due = True
+            asyncio.get_running_loop().call_soon(self.grant)
 
     def grant(self) -> None:
+        self._grant_due = False
         for claim in self._resources.grant():
             self._holders[claim].granted()
 
@@ -222,6 +228,7 @@ class LimitedInstance:
         self._losses = instance.losses
         #: The batch that waits for resources.
         self._held: Execution | None = None
+        self._has_waited = False
         #: The batches in the instance below.
         self._open: dict[Execution, _Running] = {}
         #: Set when the batch that waits goes on, for who waits for that.
@@ -246,7 +253,9 @@ class LimitedInstance:
     def execute(self, batch: Execution) -> None:
         self._held = batch
         self._losses = self._instance.losses
+        self._has_waited = False
         self._limiter.want(self._claim)
+        self._has_waited = True
 
     def cancel(self, batch: Execution, index: int) -> None:
         """A batch that waits keeps its cancelled requests: no backend has seen them, so none can be told."""
@@ -262,6 +271,8 @@ class LimitedInstance:
     def granted(self) -> None:
         """The resources are there."""
         batch = self._release()
+        if self._has_waited:
+            batch.extend()
         self._open[batch] = running = _Running(batch, self)
         if self._instance.losses == self._losses and self._instance.is_available:
             self._instance.execute(running)
@@ -270,8 +281,8 @@ class LimitedInstance:
 
     def ended(self, running: "_Running") -> None:
         """An execution has ended; decoupled models may still answer."""
-        self._limiter.release(self._claim)
         self.on_change()
+        self._limiter.release(self._claim)
 
     def answered(self, running: "_Running") -> None:
         """Nothing more comes of a batch."""
@@ -332,6 +343,10 @@ class _Running:
         self._holder.ended(self)
         if not self._unanswered:
             self._holder.answered(self)
+
+    def extend(self) -> None:
+        # It has waited for its resources, and been extended, before the instance below sees it.
+        pass
 
     def reschedule(self, index: int) -> None:
         self.batch.reschedule(index)

@@ -58,6 +58,9 @@ class SequenceExecution:
         if (step := self.steps[index]) is not None:
             self.scheduler.answer(step, result, final)
 
+    def extend(self) -> None:
+        pass
+
     def reschedule(self, index: int) -> None:
         if (step := self.steps[index]) is not None:
             self.again.append(step)

@@ -112,3 +112,28 @@ async def test_a_model_without_instances_refuses_its_requests() -> None:
     assert isinstance(sink.only, Unavailable)
     assert sink.only.message == "model 'm' is not available: all its instance groups are passive"
     await asyncio.wait_for(scheduler.close(), 10)
+
+
+async def test_what_has_come_since_joins_a_batch_that_has_waited() -> None:
+    instance, statistics = FakeInstance(), ModelStatistics("m", "1")
+    scheduler = DynamicScheduler("m", RequestQueue(4), [instance], statistics, report=lambda text, error: None)
+    sinks = [Sink() for _ in range(6)]
+
+    def send(sink: Sink) -> None:
+        scheduler.submit(Call(InferRequest("m", ()), 1, None, sink, Lease(statistics), scheduler))
+
+    send(sinks[0])
+    await asyncio.wait_for(instance.executed.wait(), 10)
+    for sink in sinks[1:]:
+        send(sink)
+    batch = instance.batch
+    assert batch is not None
+    batch.extend()
+    assert list(batch.rows) == [1, 1, 1, 1]
+    assert (statistics.pending, scheduler.pending) == (2, 2)
+    instance.answer()
+    assert [bool(sink.results) for sink in sinks] == [True] * 4 + [False] * 2
+    assert statistics.batches[4].compute_infer.count == 1
+    await asyncio.sleep(0)
+    instance.answer()
+    await asyncio.wait_for(scheduler.close(), 10)

@@ -106,6 +106,31 @@ def test_after_the_delay_everything_is_sent_whatever_is_preferred() -> None:
     assert rows_of(queue.take(100)) == [1] * 5
 
 
+@pytest.mark.parametrize(
+    ("rows", "preferred", "waiting", "joining"),
+    [
+        (1, (), [3, 3, 2], [3, 3]),
+        (8, (), [1], []),
+        (1, (2, 4), [1, 1, 1, 1], [1, 1, 1]),
+        (3, (2, 4), [2], []),
+        (2, (2, 6), [1, 1, 1], []),
+        (2, (2, 6), [3, 1, 1], [3, 1]),
+    ],
+)
+def test_what_joins_a_batch_that_has_waited(
+    rows: int, preferred: tuple[int, ...], waiting: list[int], joining: list[int]
+) -> None:
+    queue = filled(RequestQueue(8, preferred=preferred), [FakeCall(rows=rows) for rows in waiting])
+    assert [call.rows for call in queue.more(FakeCall(rows=rows), rows)] == joining
+    assert len(queue) == len(waiting) - len(joining)
+
+
+def test_only_equal_signatures_join_a_batch_that_has_waited() -> None:
+    queue = filled(RequestQueue(8), [FakeCall(signature=(3,)), FakeCall(signature=(4,)), FakeCall(signature=(3,))])
+    assert len(queue.more(FakeCall(signature=(3,)), 1)) == 1
+    assert queue.more(FakeCall(signature=(3,)), 1) == []
+
+
 def test_different_signatures_do_not_share_a_batch() -> None:
     queue = filled(RequestQueue(8, max_delay_ns=100), [FakeCall(signature=(3,)), FakeCall(signature=(4,))])
     assert rows_of(queue.take(0)) == [1]

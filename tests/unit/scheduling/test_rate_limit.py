@@ -1,6 +1,7 @@
 """Who may execute under --rate-limit=execution_count, as tables; and that held batches lose nothing."""
 
 import asyncio
+import itertools
 from collections import Counter
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -227,14 +228,21 @@ class FakeBatch:
     def complete(self, times, succeeded=True) -> None:
         self.completions.append((times, succeeded))
 
+    def extend(self) -> None:
+        self.requests = [*self.requests, SimpleNamespace()]
+        self.rows = [*self.rows, 1]
+
     def reschedule(self, index) -> None:
         self.again.append(index)
 
 
-def limited(*needs, explicit=()):
+def limited(*needs, explicit=(), priorities=()):
     limiter = RateLimiter(explicit)
     below = [FakeInstance(f"i{number}") for number in range(len(needs))]
-    groups = [InstanceGroup("g", "KIND_CPU", 1, resources=tuple(Resource("R", n) for n in [each])) for each in needs]
+    groups = [
+        InstanceGroup("g", "KIND_CPU", 1, resources=(Resource("R", each),), priority=priority)
+        for each, priority in itertools.zip_longest(needs, priorities, fillvalue=1)
+    ]
     claims = limiter.admit([(group, InstanceContext("g", "KIND_CPU")) for group in groups])
     above = limiter.limited(below, claims)
     changes = []
@@ -243,7 +251,7 @@ def limited(*needs, explicit=()):
     return SimpleNamespace(limiter=limiter, claims=claims, below=below, above=above, changes=changes)
 
 
-def test_an_instance_holds_its_batch_until_the_other_has_finished() -> None:
+async def test_an_instance_holds_its_batch_until_the_other_has_finished() -> None:
     it = limited(1, 1)
     first, second = FakeBatch(), FakeBatch(2)
     it.above[0].execute(first)
@@ -253,16 +261,49 @@ def test_an_instance_holds_its_batch_until_the_other_has_finished() -> None:
     assert len(it.below[0].batches) == 1
     assert it.below[1].batches == []
     it.below[0].finish()
+    await asyncio.sleep(0)
     assert first.results == [(0, "answer", True)]
     assert first.completions == [("times", True)]
     assert it.above[0].is_available
     assert "i0" in it.changes
-    assert len(it.below[1].batches[0].rows) == 2
+    assert len(it.below[1].batches[0].rows) == 3  # with what has come since
     it.below[1].finish()
-    assert [index for index, _, _ in second.results] == [0, 1]
+    assert [index for index, _, _ in second.results] == [0, 1, 2]
 
 
-def test_cancelling_reaches_what_executes_and_what_still_answers() -> None:
+async def test_who_has_finished_takes_its_place_before_the_next_is_chosen() -> None:
+    # Otherwise two that always want more take turns, whatever their priorities.
+    it = limited(1, 1, priorities=(1, 2))
+    executed = [0, 0]
+
+    def begin(number: int) -> None:
+        if it.above[number].is_available:
+            it.above[number].execute(FakeBatch())
+
+    for number, instance in enumerate(it.above):
+        instance.on_change = lambda number=number: asyncio.get_running_loop().call_soon(begin, number)
+        instance.on_change()
+    for _ in range(60):
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        (running,) = [number for number, below in enumerate(it.below) if below.batches]
+        executed[running] += 1
+        it.below[running].finish()
+    assert executed == [40, 20]
+
+
+async def test_a_batch_that_has_waited_is_extended() -> None:
+    it = limited(1, 1)
+    first, second = FakeBatch(), FakeBatch()
+    it.above[0].execute(first)
+    it.above[1].execute(second)
+    it.below[0].finish()
+    await asyncio.sleep(0)
+    assert [len(batch.requests) for batch in (first, second)] == [1, 2]
+    assert len(it.below[1].batches[0].requests) == 2
+
+
+async def test_cancelling_reaches_what_executes_and_what_still_answers() -> None:
     it = limited(1, 1)
     first, second = FakeBatch(), FakeBatch()
     it.above[0].execute(first)
@@ -282,7 +323,7 @@ def test_cancelling_reaches_what_executes_and_what_still_answers() -> None:
     assert len(it.below[0].cancelled) == 2
 
 
-def test_a_request_given_back_is_passed_on() -> None:
+async def test_a_request_given_back_is_passed_on() -> None:
     it = limited(1)
     it.above[0].execute(batch := FakeBatch())
     (running,) = it.below[0].batches
@@ -293,7 +334,7 @@ def test_a_request_given_back_is_passed_on() -> None:
 
 
 @pytest.mark.parametrize("given_up", [True, False])
-def test_what_waits_in_an_instance_goes_with_its_process(given_up) -> None:
+async def test_what_waits_in_an_instance_goes_with_its_process(given_up) -> None:
     it = limited(1, 1, 1)
     batches = [FakeBatch(), FakeBatch(2), FakeBatch()]
     for instance, batch in zip(it.above, batches, strict=True):
@@ -310,21 +351,24 @@ def test_what_waits_in_an_instance_goes_with_its_process(given_up) -> None:
     assert errors[0].message == f"instance 'i1' is not available: {why}"
     assert batches[1].completions == [(None, True)]
     it.below[0].finish()
+    await asyncio.sleep(0)
     assert len(it.below[2].batches) == 1
 
 
-def test_a_process_lost_unnoticed_gives_its_resources_to_the_next() -> None:
+async def test_a_process_lost_unnoticed_gives_its_resources_to_the_next() -> None:
     it = limited(1, 1, 1)
     batches = [FakeBatch(), FakeBatch(), FakeBatch()]
     for instance, batch in zip(it.above, batches, strict=True):
         instance.execute(batch)
     it.below[1].losses += 1
     it.below[0].finish()
+    await asyncio.sleep(0)
     assert isinstance(batches[1].results[0][1], Unavailable)
+    await asyncio.sleep(0)
     assert len(it.below[2].batches) == 1
 
 
-def test_a_version_that_leaves_takes_what_waits_in_it_along() -> None:
+async def test_a_version_that_leaves_takes_what_waits_in_it_along() -> None:
     it = limited(1, 1)
     first, second = FakeBatch(), FakeBatch()
     it.above[0].execute(first)
@@ -332,6 +376,7 @@ def test_a_version_that_leaves_takes_what_waits_in_it_along() -> None:
     it.limiter.leave(it.claims[1:])
     assert isinstance(second.results[0][1], Unavailable)
     it.below[0].finish()
+    await asyncio.sleep(0)
     assert it.below[1].batches == []
 
 
