@@ -114,7 +114,8 @@ class Engine:
         call = Call(request, rows, signature, sink, model, model.scheduler)
         try:
             model.scheduler.submit(call)
-        except NaiadError:
+        except Exception:
+            # Whatever it is: a lease that is never given back keeps the version for ever.
             statistics = model.statistics
             statistics.failures["REJECTED"] += 1
             statistics.infer.fail.add(time.monotonic_ns() - call.queued_ns)

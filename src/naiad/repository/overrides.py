@@ -29,7 +29,7 @@ def check_model_name(name: str) -> None:
     """Raises InvalidArgument if a load request may not name a model so."""
     if not name.strip():
         raise InvalidArgument("Model name cannot be empty. Please enter a valid name to deploy.")
-    if ".." in name or "/" in name:
+    if ".." in name or "/" in name or "\0" in name:
         raise InvalidArgument(f"invalid model name '{name}', model name must not contain path traversal characters")
 
 

@@ -45,6 +45,7 @@ def test_parameters_that_are_not_known(parameters, message):
         ("../x", "invalid model name '../x', model name must not contain path traversal characters"),
         ("a/b", "invalid model name 'a/b', model name must not contain path traversal characters"),
         ("a..b", "invalid model name 'a..b', model name must not contain path traversal characters"),
+        ("a\0b", "invalid model name 'a\0b', model name must not contain path traversal characters"),
     ],
 )
 def test_names_that_no_model_may_have(name, message):
