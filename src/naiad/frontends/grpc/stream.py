@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import AsyncIterable
 from typing import Any
 
-from naiad.errors import Internal, NaiadError, Unavailable
+from naiad.errors import Internal, NaiadError, ResourceExhausted, Unavailable
 from naiad.frontends.grpc.errors import SHUTTING_DOWN, status
 from naiad.frontends.grpc.servicer import Call, Metadata, Model, Servicer
 from naiad.messages import InferResponse, Result
@@ -21,6 +21,8 @@ _LOGGER = logging.getLogger(__name__)
 
 #: With so many responses waiting for a client that does not read them, no more of its requests are read.
 _OUTBOX_LIMIT = 1024
+#: With so many bytes of them the stream is ended: its client reads too slowly, or not at all.
+MAX_BACKLOG = 1 << 30
 
 Context = Any
 
@@ -37,6 +39,8 @@ class Stream:
         self._calls: set[_StreamCall] = set()
         #: Calls of ordinary models in the order of their requests; only the first one's responses go out.
         self._ordered: deque[_StreamCall] = deque()
+        #: Bytes of responses that are not written yet.
+        self._backlog = 0
         self._failure: NaiadError | None = None
         self._is_read = False
         self._is_stopping = False
@@ -49,7 +53,9 @@ class Stream:
         try:
             while True:
                 while self._outbox:
-                    await context.write(self._outbox.popleft())
+                    message = self._outbox.popleft()
+                    self._backlog -= len(message)
+                    await context.write(message)
                 self._room.set()
                 # From here to the wait nothing else runs, so no news are missed.
                 if self._is_stopping:
@@ -109,11 +115,25 @@ class Stream:
     def emit(self, call: "_StreamCall", message: bytes) -> None:
         if self._failure is not None:
             return
-        if call.is_ordered and self._ordered[0] is not call:
+        self._backlog += len(message)
+        if self._backlog > MAX_BACKLOG:
+            self._give_up()
+        elif call.is_ordered and self._ordered[0] is not call:
             call.held.append(message)
         else:
             self._outbox.append(message)
             self._news.set()
+
+    def _give_up(self) -> None:
+        self._failure = ResourceExhausted("the client reads the stream too slowly; it is ended")
+        self._outbox.clear()
+        for call in self._calls:
+            call.held.clear()
+        # In a turn of its own: a scheduler is about to hand out more results of these calls.
+        loop = asyncio.get_running_loop()
+        for call in self._calls:
+            loop.call_soon(call.cancel)
+        self._news.set()
 
     def end(self, call: "_StreamCall") -> None:
         self._calls.discard(call)

@@ -17,6 +17,7 @@ from tritonclient.grpc.aio import InferenceServerClient
 
 from naiad.datatypes import DataType
 from naiad.errors import Cancelled, Internal
+from naiad.frontends.grpc import stream as stream_module
 from naiad.frontends.grpc.errors import SHUTTING_DOWN
 from naiad.frontends.grpc.options import GrpcOptions
 from naiad.frontends.grpc.server import GrpcFrontend
@@ -506,6 +507,31 @@ async def test_the_repository(connect: Connect) -> None:
 async def test_management_errors(connect: Connect, method: str, request_: Any, code: StatusCode, text: str) -> None:
     async with connect() as connection:
         assert await connection.refusal(getattr(connection.stub, method)(request_)) == (code, text)
+
+
+async def test_a_stream_whose_client_does_not_read_is_ended(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_module, "MAX_BACKLOG", 1 << 20)
+    async with connect() as connection:
+        responses = connection.stub.ModelStreamInfer(once(ask("held_decoupled")))
+        call = await connection.engine.calls.get()
+        output = Tensor("OUTPUT0", DataType.FP32, (1, 25_000), bytes(100_000))
+        for _ in range(8):
+            call.respond(output, final=False)
+        assert len((await responses.read()).infer_response.raw_output_contents[0]) == 100_000
+        for _ in range(20):
+            call.respond(output, final=False)
+        async with asyncio.timeout(10):
+            await call.cancelled.wait()
+        call.sink.send(Cancelled(""), True)
+
+        async def read() -> None:
+            while await responses.read() is not aio.EOF:
+                pass
+
+        assert await connection.refusal(read()) == (
+            StatusCode.UNAVAILABLE,
+            "the client reads the stream too slowly; it is ended",
+        )
 
 
 async def test_a_load_goes_on_when_its_client_leaves(connect: Connect) -> None:
