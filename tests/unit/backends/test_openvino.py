@@ -1,6 +1,7 @@
 """What is special about the backend openvino; what it shares with the others is in tests/backends."""
 
 import json
+import struct
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -446,6 +447,81 @@ def test_onnx(saved: Save, filename: str) -> None:
         model.version_directory / filename,
     )
     assert run(model, rows(3)).tolist() == (2 * rows(3)).tolist()
+
+
+def encoded(*fields: tuple[int, int | float | str | bytes]) -> bytes:
+    """A message of protobuf."""
+    made = bytearray()
+    for number, value in fields:
+        if isinstance(value, float):
+            made += varint(number << 3 | 5) + struct.pack("<f", value)
+        elif isinstance(value, int):
+            made += varint(number << 3) + varint(value)
+        else:
+            data = value.encode() if isinstance(value, str) else value
+            made += varint(number << 3 | 2) + varint(len(data)) + data
+    return bytes(made)
+
+
+def varint(value: int) -> bytes:
+    value %= 1 << 64
+    made = bytearray()
+    while value > 127:
+        made.append(value & 127 | 128)
+        value >>= 7
+    return bytes([*made, value])
+
+
+def paddle_program() -> bytes:
+    """OUT = 2 * IN, as Paddle saves it: a ProgramDesc of its framework.proto with one block. Numbers: FP32 is 5, LOD_TENSOR
+    7, FEED_MINIBATCH 9, FETCH_LIST 10; of attributes INT is 0, FLOAT 1, BOOLEAN 6."""
+
+    def tensor(name: str) -> bytes:
+        return encoded(
+            (1, name), (2, encoded((1, 7), (3, encoded((1, encoded((1, 5), (2, -1), (2, 4))))))), (3, 0), (4, 1)
+        )
+
+    def operation(kind: str, source: str, target: str, *attributes: bytes) -> bytes:
+        ports = [(1, encoded((1, "X"), (2, source))), (2, encoded((1, "Out"), (2, target)))]
+        return encoded(*ports, (3, kind), *((4, attribute) for attribute in attributes))
+
+    column = encoded((1, "col"), (2, 0), (3, 0))
+    scale = [
+        encoded((1, "scale"), (2, 1), (4, 2.0)),
+        encoded((1, "bias"), (2, 1), (4, 0.0)),
+        encoded((1, "bias_after_scale"), (2, 6), (10, 1)),
+    ]
+    block = encoded(
+        (1, 0),
+        (2, -1),
+        (3, encoded((1, "feed"), (2, encoded((1, 9))), (3, 1))),
+        (3, encoded((1, "fetch"), (2, encoded((1, 10))), (3, 1))),
+        (3, tensor("IN")),
+        (3, tensor("OUT")),
+        (4, operation("feed", "feed", "IN", column)),
+        (4, operation("scale", "IN", "OUT", *scale)),
+        (4, operation("fetch", "OUT", "fetch", column)),
+    )
+    return encoded((1, block), (4, encoded((1, 2006002))))
+
+
+def test_paddle(saved: Save) -> None:
+    model = saved(None, doubled([4], 8))
+    (model.version_directory / "model.pdmodel").write_bytes(paddle_program())
+    assert run(model, rows(3)).tolist() == (2 * rows(3)).tolist()
+    config = completed(saved(None, {}))
+    assert [(it["name"], it["data_type"], it["dims"]) for it in config["input"]] == [("IN", "TYPE_FP32", [-1, 4])]
+    assert [(it["name"], it["data_type"], it["dims"]) for it in config["output"]] == [("OUT", "TYPE_FP32", [-1, 4])]
+
+
+def test_a_paddle_model_without_its_weights(saved: Save) -> None:
+    """OpenVINO's text says which file it misses."""
+    model = saved(None, {})
+    weights = encoded((1, "w"), (2, encoded((1, 7), (3, encoded((1, encoded((1, 5), (2, 4))))))), (3, 1))
+    program = encoded((1, encoded((1, 0), (2, -1), (3, weights))), (4, encoded((1, 2006002))))
+    (model.version_directory / "model.pdmodel").write_bytes(program)
+    with pytest.raises(Internal, match=r"pdiparams.* weight file doesn't exist"):
+        OpenVinoBackend.autocomplete(model)
 
 
 def test_a_missing_front_end_is_named(saved: Save, monkeypatch: pytest.MonkeyPatch) -> None:
