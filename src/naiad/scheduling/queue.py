@@ -147,18 +147,26 @@ class RequestQueue:
         rejected: list[Queued] = []
         next_deadline_ns = _NEVER
         for level in self._in_order:
+            calls, policy = level.calls, level.policy
+            if not policy.default_timeout_us:
+                continue
             kept: deque[Queued] = deque()
-            for call in level.calls:
+            # Where all have the same time the first is the first to run out of it; else any may be.
+            while calls and (policy.allow_timeout_override or calls[0].deadline_ns <= now_ns):
+                call = calls.popleft()
                 if not call.deadline_ns or now_ns < call.deadline_ns:
                     kept.append(call)
                     next_deadline_ns = min(next_deadline_ns, call.deadline_ns or _NEVER)
-                elif level.policy.timeout_action == "DELAY":
+                elif policy.timeout_action == "DELAY":
                     level.behind.append(call)
                 else:
                     rejected.append(call)
                     level.size -= 1
                     self._size -= 1
-            level.calls = kept
+            if kept:
+                level.calls = kept
+            elif calls:
+                next_deadline_ns = min(next_deadline_ns, calls[0].deadline_ns)
         self._next_deadline_ns = next_deadline_ns
         return rejected
 

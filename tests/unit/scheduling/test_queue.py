@@ -1,6 +1,7 @@
 """The request queue as tables, and its one law: every call put in comes out exactly once."""
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 import pytest
 from hypothesis import given
@@ -255,3 +256,30 @@ def test_every_call_comes_out_exactly_once(
     assert len(queue) == 0
     assert sorted(map(id, [*out, *rest])) == sorted({id(call) for call in [*out, *rest]})
     assert len(out) + len(rest) == count
+
+
+class CountingCall(FakeCall):
+    """Knows how often somebody looked when its time runs out."""
+
+    looks = 0
+
+    @property
+    def deadline_ns(self) -> int:  # type: ignore[override]
+        CountingCall.looks += 1
+        return self._deadline_ns
+
+    @deadline_ns.setter
+    def deadline_ns(self, value: int) -> None:
+        self._deadline_ns = value
+
+
+@pytest.mark.parametrize("action", ["REJECT", "DELAY"])
+def test_a_call_that_expires_costs_the_same_however_many_wait_behind_it(action: Literal["REJECT", "DELAY"]) -> None:
+    queue = RequestQueue(4, default_policy=QueuePolicy(timeout_action=action, default_timeout_us=1))
+    calls = [CountingCall(queued_ns=number) for number in range(1000)]
+    filled(queue, calls)  # type: ignore[arg-type]
+    CountingCall.looks = 0
+    expired = [call for now in range(1000, 1010) for call in queue.expired(now)]
+    assert expired == ([] if action == "DELAY" else calls[:10])
+    assert queue.next_deadline_ns == 1010
+    assert CountingCall.looks < 100
