@@ -1,16 +1,15 @@
 """The HTTP front end: every request comes in here, and every error goes out here. On the event loop."""
 
-import asyncio
 import logging
 import ssl
 from collections.abc import Coroutine
-from typing import Any, Self
+from typing import Any
 
 from naiad.errors import Internal, NaiadError
 from naiad.frontends.http.connection import ConnectionClosed, Exchange
 from naiad.frontends.http.generate import Generation
 from naiad.frontends.http.inference import HeaderForwarding, Inference
-from naiad.frontends.http.listener import Listener
+from naiad.frontends.http.listener import Service
 from naiad.frontends.http.management import Management, Settings
 from naiad.frontends.http.replies import PLAIN, reply_error
 from naiad.frontends.http.routes import Route, Routes
@@ -28,7 +27,7 @@ _NOT_FOUND = error_document("Not Found")
 _METHOD_NOT_ALLOWED = error_document("Method Not Allowed")
 
 
-class HttpFrontend:
+class HttpFrontend(Service):
     """Serves an engine over HTTP; entered = listening, left = requests finished or `grace_s` over.
 
     `port` 0 is any, `bound_port` the one taken. `thread_count` is accepted for Triton's sake: one loop serves all.
@@ -54,6 +53,7 @@ class HttpFrontend:
         tls: ssl.SSLContext | None = None,
         management: Management | None = None,
     ) -> None:
+        super().__init__("HTTP service", address, port, reuse_port=reuse_port, grace_s=grace_s, tls=tls)
         forwarding = HeaderForwarding(header_forward_pattern)
         inference = Inference(engine, regions, forwarding, max_input_size, trace_settings)
         self._routes = Routes(
@@ -63,20 +63,6 @@ class HttpFrontend:
             management or Management(engine, regions, trace_settings, log_settings),
             restricted_apis,
         )
-        self._listener = Listener(self, "HTTP service", address, port, reuse_port=reuse_port, grace_s=grace_s, tls=tls)
-        #: Answers under way that could not be given at once.
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    @property
-    def bound_port(self) -> int:
-        return self._listener.bound_port
-
-    async def __aenter__(self) -> Self:
-        await self._listener.__aenter__()
-        return self
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        await self._listener.__aexit__(*exc_info)
 
     def accept(self, exchange: Exchange) -> None:
         """Refuses what has no route, no key, or the wrong method, before its body is read."""
@@ -107,9 +93,7 @@ class HttpFrontend:
             _fail(exchange, route, error)
         else:
             if later is not None:
-                task = asyncio.get_running_loop().create_task(_finish(exchange, route, later))
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+                self.answer_later(_finish(exchange, route, later))
 
 
 async def _finish(exchange: Exchange, route: Route, answer: Coroutine[Any, Any, None]) -> None:

@@ -3,8 +3,9 @@
 import asyncio
 import socket
 import ssl
+from collections.abc import Coroutine
 from contextlib import suppress
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from naiad.errors import Unavailable
 from naiad.frontends.addresses import cannot_listen
@@ -99,3 +100,28 @@ class Listener:
 
     def _refused(self, error: OSError) -> Unavailable:
         return cannot_listen(self._what, self._address, self._port, error)
+
+
+class Service:
+    """An application that brings its listener: entered = listening, left = requests finished, or dropped in the end."""
+
+    def __init__(self, what: str, address: str, port: int, **options: Any) -> None:
+        self._listener = Listener(cast(Application, self), what, address, port, **options)
+        #: Answers under way that could not be given at once.
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def bound_port(self) -> int:
+        return self._listener.bound_port
+
+    async def __aenter__(self) -> Self:
+        await self._listener.__aenter__()
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self._listener.__aexit__(*exc_info)
+
+    def answer_later(self, answer: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(answer)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

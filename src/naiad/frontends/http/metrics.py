@@ -1,12 +1,10 @@
 """The metrics port: a listener of its own that renders the metrics on GET. On the event loop."""
 
-import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Self
 
 from naiad.frontends.http.connection import Exchange, Headers
-from naiad.frontends.http.listener import Listener
+from naiad.frontends.http.listener import Service
 from naiad.frontends.http.replies import PLAIN
 from naiad.protocol.json_text import error_document
 
@@ -16,7 +14,7 @@ _HEADERS: Headers = [("content-type", "text/plain; charset=utf-8")]
 _METHOD_NOT_ALLOWED = error_document("Method Not Allowed")
 
 
-class MetricsFrontend:
+class MetricsFrontend(Service):
     """Serves the text that `render` returns under /metrics, and under /metrics/all what `render_all` returns; other
     paths are empty. `port` 0 is any."""
 
@@ -29,20 +27,8 @@ class MetricsFrontend:
         *,
         reuse_port: bool = False,
     ) -> None:
+        super().__init__("Metrics service", address, port, reuse_port=reuse_port, grace_s=1.0)
         self._renders = {"/metrics": render, "/metrics/all": render_all}
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._listener = Listener(self, "Metrics service", address, port, reuse_port=reuse_port, grace_s=1.0)
-
-    @property
-    def bound_port(self) -> int:
-        return self._listener.bound_port
-
-    async def __aenter__(self) -> Self:
-        await self._listener.__aenter__()
-        return self
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        await self._listener.__aexit__(*exc_info)
 
     def accept(self, exchange: Exchange) -> None:
         if exchange.method != "GET":
@@ -51,9 +37,7 @@ class MetricsFrontend:
             exchange.response_empty(200, _HEADERS)
 
     def handle(self, exchange: Exchange) -> None:
-        task = asyncio.get_running_loop().create_task(self._answer(exchange))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self.answer_later(self._answer(exchange))
 
     async def _answer(self, exchange: Exchange) -> None:
         try:
