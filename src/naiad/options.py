@@ -752,6 +752,10 @@ class ServerOptions:
         repeatable=True,
     )
 
+    response_cache_byte_size: int | None = _cache(
+        "--response-cache-byte-size", None, "Deprecated: --cache-config=local,size=<number>.", kind=int
+    )
+
     rate_limit: Literal["off", "execution_count"] = _rate(
         "--rate-limit",
         "off",
@@ -775,6 +779,11 @@ class ServerOptions:
                 raise bad_option(option.flag, reason)
         if not self.model_repository:
             raise InvalidArgument("--model-repository must be specified")
+        if self.cache_config and self.response_cache_byte_size is not None:
+            raise InvalidArgument(
+                "Error: Incompatible flags --response-cache-byte-size and --cache-config both provided. Please provide "
+                "one or the other."
+            )
         self._check_load_model()
         self._check_tls()
         self._check_ports()
@@ -832,6 +841,13 @@ class ServerOptions:
         return not (self.disable_auto_complete_config or self.strict_model_config)
 
     @property
+    def cache_settings(self) -> tuple[Setting, ...]:
+        """The settings of the cache, whichever flag gives them."""
+        if self.response_cache_byte_size is None:
+            return self.cache_config
+        return (Setting("local", "size", str(self.response_cache_byte_size)),)
+
+    @property
     def trace_settings(self) -> tuple[Setting, ...]:
         """The settings of the deprecated flags, and after them, since the last one counts, those of --trace-config."""
         flags = (
@@ -876,7 +892,6 @@ REFUSED: dict[str, str] = {
     "--buffer-manager-thread-count": "the server does not copy tensors with threads",
     "--host-policy": "models are not bound to NUMA nodes or cores",
     "--model-load-gpu-limit": "the server does not limit the GPU memory of models",
-    "--response-cache-byte-size": "use --cache-config=local,size=<bytes>",
 }
 
 #: Those of them that may be given as long as they ask for nothing.

@@ -195,8 +195,10 @@ class Server:
 
     @asynccontextmanager
     async def _store(self) -> AsyncIterator[Store | None]:
-        store = store_of(self.options.cache_config, self.log.exception)
+        store = store_of(self.options.cache_settings, self.log.exception)
         try:
+            if store is not None:
+                await store.check()
             yield store
         finally:
             if store is not None:

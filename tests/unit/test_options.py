@@ -60,6 +60,14 @@ def test_deprecated_flags_of_the_trace_are_settings_below_those_of_trace_config(
     assert options().trace_settings == ()
 
 
+def test_the_cache_by_its_older_flag():
+    assert options(response_cache_byte_size=["8192"]).cache_settings == (Setting("local", "size", "8192"),)
+    assert options(cache_config=["local,size=1"]).cache_settings == (Setting("local", "size", "1"),)
+    assert options().cache_settings == ()
+    with pytest.raises(InvalidArgument, match="Incompatible flags --response-cache-byte-size and --cache-config"):
+        options(response_cache_byte_size=["8192"], cache_config=["local,size=1"])
+
+
 def test_no_flag_is_said_twice():
     flags = [flag for option in OPTIONS.values() for flag in (option.flag, *option.aliases)]
     assert len(flags) == len(set(flags))

@@ -74,11 +74,15 @@ def config_problems(config: Proto) -> Iterator[str]:
     elif config.platform == platforms.ENSEMBLE:
         yield f"ensemble scheduling must be set for ensemble {config.name} whose platform is ensemble"
     if config.model_transaction_policy.decoupled and config.response_cache.enable:
-        yield (
-            f"Response Cache does not currently support model {config.name} with 'decoupled' transaction policy. "
-            "Please disable the response cache."
-        )
+        yield _not_cached_decoupled(config.name)
     yield from _metric_problems(config)
+
+
+def _not_cached_decoupled(name: str) -> str:
+    return (
+        f"Response Cache does not currently support model {name} with 'decoupled' transaction policy. "
+        "Please disable the response cache."
+    )
 
 
 def _platform_problems(config: Proto) -> Iterator[str]:
@@ -542,6 +546,8 @@ def resolve_ensemble(ensemble: ModelConfig, models: Mapping[str, ModelConfig]) -
         )
     tensors = _mapped_tensors(ensemble, models)
     decoupled = _decoupled_flow(ensemble, models, tensors)
+    if decoupled and ensemble.proto.response_cache.enable:
+        raise InvalidConfig([_not_cached_decoupled(ensemble.name)])
     proto = Proto()
     proto.CopyFrom(ensemble.proto)
     proto.model_transaction_policy.decoupled = decoupled

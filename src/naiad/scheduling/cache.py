@@ -39,6 +39,9 @@ class Store(Protocol):
     def insert(self, key: bytes, response: InferResponse) -> None:
         """Keeps a response with buffers of its own."""
 
+    async def check(self) -> None:
+        """Before the first use. Raises Unavailable if the responses cannot be kept."""
+
     async def close(self) -> None: ...
 
 
@@ -101,6 +104,9 @@ class LocalStore:
             self._entries[key] = (response, size, expires)
             self.used += size
         self.statistics.insertion_ns += time.perf_counter_ns() - start
+
+    async def check(self) -> None:
+        pass
 
     async def close(self) -> None:
         self._entries.clear()

@@ -87,7 +87,7 @@ class Resources:
         """Gives what can be given now; who has got everything."""
         granted: list[Claim] = []
         kept: set[Key] = set()
-        for claim in sorted(self._waiting, key=lambda claim: (claim.at, claim.arrival)):
+        for claim in sorted(self._waiting, key=lambda claim: (claim.at, claim.priority, claim.arrival)):
             if kept.isdisjoint(claim.needs) and all(
                 self._used.get(key, 0) + count <= self._limits.get(key, 0) for key, count in claim.needs.items()
             ):

@@ -1,18 +1,20 @@
 """Responses kept in a Redis server, shared by all servers that use it. On the event loop; imports `redis`.
 
-An outage is a cache that is empty: requests go on, the log says it once until the server answers again.
+An outage is a cache that is empty: requests go on, the log says it once until the server answers again. Only at the
+start Redis must be there, since that tells wrong settings from an outage.
 """
 
 import asyncio
 import os
+import socket
 from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import msgspec
 import redis.asyncio
-from redis.exceptions import RedisError
+from redis.exceptions import AuthenticationError, RedisError
 
-from naiad.errors import InvalidArgument
+from naiad.errors import InvalidArgument, Unavailable
 from naiad.messages import InferResponse
 from naiad.scheduling.cache import pack, unpack
 
@@ -22,6 +24,10 @@ _SETTINGS = frozenset(
         *("tls_enabled", "cert", "key", "cacert", "sni", "ttl"),
     )
 )
+
+
+#: How long Redis may take for its first answer.
+_CHECK_TIMEOUT_S = 10
 
 
 class RedisStore:
@@ -43,7 +49,7 @@ class RedisStore:
         if unknown:
             raise InvalidArgument(f"the cache 'redis' has no setting '{unknown[0]}'")
         if "host" not in given or "port" not in given:
-            raise InvalidArgument("the cache 'redis' needs the settings 'host' and 'port'")
+            raise InvalidArgument("the cache 'redis' lacks an address. Must at a minimum specify 'host' and 'port'")
         try:
             options: dict[str, Any] = {
                 "host": given["host"],
@@ -71,6 +77,17 @@ class RedisStore:
             }
         pool = redis.asyncio.BlockingConnectionPool(max_connections=pool_size, timeout=wait_s, **options)
         return cls(redis.asyncio.Redis(connection_pool=pool), ttl_ms, report)
+
+    async def check(self) -> None:
+        """Raises Unavailable if the server cannot be reached or refuses the credentials."""
+        try:
+            async with asyncio.timeout(_CHECK_TIMEOUT_S):
+                await self._client.ping()
+        except TimeoutError:
+            raise Unavailable(f"Failed to connect to Redis: no answer within {_CHECK_TIMEOUT_S} s") from None
+        except (RedisError, OSError) as error:
+            has_password = self._client.connection_pool.connection_kwargs.get("password") is not None
+            raise Unavailable(f"Failed to connect to Redis: {_reason(error, has_password)}") from error
 
     def lookup(self, key: bytes) -> "asyncio.Future[InferResponse | None]":
         return asyncio.ensure_future(self._get(key))
@@ -110,3 +127,14 @@ class RedisStore:
 
 def _name(key: bytes) -> bytes:
     return b"naiad:" + key
+
+
+def _reason(error: BaseException, has_password: bool) -> str:
+    cause = error.__cause__ or error.__context__
+    if isinstance(cause, OSError) and cause.errno:
+        # What asyncio and redis say around it names neither host nor reason better.
+        return str(cause.strerror) if isinstance(cause, socket.gaierror) else os.strerror(cause.errno)
+    if isinstance(error, AuthenticationError):
+        # redis-py takes the code off; without a password the rest speaks of its own handshake.
+        return f"WRONGPASS {error}" if has_password else "NOAUTH Authentication required"
+    return str(error)

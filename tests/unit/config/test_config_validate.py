@@ -579,6 +579,12 @@ OPTIONAL = 'input { name: "O" data_type: TYPE_FP32 dims: 1 optional: true }'
             [_member("d1", DECOUPLED), _member("d2", DECOUPLED)],
             "in ensemble e, step of model 'e' receives inputs originated from different decoupled models",
         ),
+        (
+            CHAIN + " response_cache { enable: true }",
+            [_member("a", DECOUPLED), _member("b")],
+            "Response Cache does not currently support model e with 'decoupled' transaction policy. Please disable the "
+            "response cache.",
+        ),
     ],
 )
 def test_ensembles_that_do_not_fit_their_models(ensemble: str, models: list[ModelConfig], problem: str) -> None:

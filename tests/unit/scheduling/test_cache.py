@@ -379,6 +379,34 @@ async def test_redis_is_shared_between_servers(redis_port: int) -> None:
     await stores[1].close()  # type: ignore[union-attr]
 
 
+async def test_redis_is_checked_before_its_first_use(redis_port: int) -> None:
+    good: Any = store_of(redis_settings(redis_port), no_report)
+    await good.check()
+    await good._client.config_set("requirepass", "secret")
+    for settings, text in (({}, "NOAUTH Authentication required"), ({"password": "x"}, "WRONGPASS")):
+        refused = store_of(redis_settings(redis_port, **settings), no_report)
+        assert refused is not None
+        with pytest.raises(Unavailable, match=rf"^Failed to connect to Redis: {text}"):
+            await refused.check()
+        await refused.close()
+    allowed = store_of(redis_settings(redis_port, password="secret"), no_report)
+    assert allowed is not None
+    await allowed.check()
+    await allowed.close()
+    await good.close()
+
+
+async def test_redis_that_is_not_there_is_said_at_the_start() -> None:
+    pytest.importorskip("redis", reason="the Python package redis is not installed (extra 'redis')")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # nobody listens
+        store = store_of(redis_settings(taken.getsockname()[1]), no_report)
+        assert store is not None
+        with pytest.raises(Unavailable, match=r"^Failed to connect to Redis: Connection refused$"):
+            await store.check()
+        await store.close()
+
+
 async def test_without_redis_requests_go_on_and_the_log_says_it_once() -> None:
     pytest.importorskip("redis", reason="the Python package redis is not installed (extra 'redis')")
     reports: list[str] = []
