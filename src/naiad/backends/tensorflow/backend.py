@@ -103,7 +103,7 @@ class TensorflowBackend(ArrayBackend):
         try:
             results: dict[str, Any] = dict(zip(outputs, call(arrays), strict=True))
         except tf.errors.OpError as error:
-            raise Internal(error.message) from error
+            raise translated(error) from error
         for name, rank in self._ranks.items():
             if name in results:
                 results[name] = as_array(results[name], rank)

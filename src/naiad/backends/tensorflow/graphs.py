@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 from google.protobuf.message import DecodeError
-from tensorflow.core.protobuf import config_pb2
+from tensorflow.core.protobuf import config_pb2, error_codes_pb2
 from tensorflow.python.saved_model import loader_impl
 
 from naiad.backends.api import Array, InstanceContext, ModelContext
@@ -290,10 +290,12 @@ def load_libraries(model: ModelContext) -> None:
 
 
 def translated(error: Exception) -> NaiadError:
-    """TensorFlow's exception as the error that Triton makes of its status."""
+    """TensorFlow's exception as the error, and with the text, that Triton makes of its status."""
     if isinstance(error, NaiadError):
         return error
-    return Internal(error.message if isinstance(error, tf.errors.OpError) else str(error))
+    if isinstance(error, tf.errors.OpError):
+        return Internal(f"{error_codes_pb2.Code.Name(error.error_code)}: {error.message}")
+    return Internal(str(error))
 
 
 def _datatype(dtype: Any) -> DataType | None:
