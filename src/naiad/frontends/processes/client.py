@@ -184,6 +184,7 @@ class EngineConnection:
             self._deliver(sink, error, True)
         if not self.start.done():
             self.start.set_exception(error)
+            self.start.exception()  # nobody may be waiting for it
         self.stop.set()
 
     # ---------------------------------------------------------------- inference

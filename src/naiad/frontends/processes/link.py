@@ -141,6 +141,8 @@ class Link:
         for task in self._tasks.values():
             task.cancel()
         self._answers.clear()
+        # Now, as the collector comes late or never: they hold memory and descriptors.
+        del self._sender, self._receiver
 
     def _on_end(self, reason: str | None) -> None:
         self.close()
@@ -291,6 +293,8 @@ class Link:
 
     def _flush(self) -> None:
         self._is_flushing = False
+        if self._channel is None:
+            return
         answers, self._answers = self._answers, []
         sender = self._sender
         frame = Answers(answers, self._receiver.take_freed())

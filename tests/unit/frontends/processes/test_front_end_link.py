@@ -2,6 +2,7 @@
 what the test says."""
 
 import asyncio
+import gc
 import os
 import socket
 from collections.abc import AsyncIterator, Callable
@@ -84,7 +85,7 @@ class Overseer:
         self.change = 0
         self.news = asyncio.Event()
         self.known: list[Known] = []
-        self.ends = 0
+        self.ended = asyncio.Event()
 
     def next_change(self) -> int:
         self.change += 1
@@ -99,8 +100,7 @@ class Overseer:
         self.news.set()
 
     def on_end(self, reason: str | None) -> None:
-        self.ends += 1
-        self.news.set()
+        self.ended.set()
 
     async def settled(self, since: int) -> None:
         async with asyncio.timeout(30):
@@ -369,7 +369,27 @@ async def test_the_end_of_a_front_end_cancels_what_came_through_it() -> None:
     both.connection._channel.close()
     async with asyncio.timeout(30):
         await both.engine.calls[0].cancelled.wait()
-    assert both.overseer.ends == 1
+    assert both.overseer.ended.is_set()
+
+
+async def test_memory_and_descriptors_go_with_a_front_end() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    gc.disable()
+    try:
+        both = Both()
+        await both.tell_model()
+        both.engine.act = echo
+        sink = Sink()
+        both.front.infer(request(bytes(100_000)), sink)
+        await sink.all()
+        both.engine.requests.clear()
+        both.connection._channel.close()
+        async with asyncio.timeout(30):
+            await both.overseer.ended.wait()
+        del both.connection._sender, both.connection._receiver
+        assert len(os.listdir("/proc/self/fd")) == before
+    finally:
+        gc.enable()
 
 
 async def test_the_end_of_the_engine_fails_what_waits_for_it() -> None:
