@@ -376,6 +376,16 @@ def test_without_strict_readiness_a_server_with_failed_models_is_ready(repositor
         assert server.grpc.is_ready()
 
 
+def test_a_server_is_ready_whatever_configurations_it_cannot_read(repository):
+    repository.doer("good")
+    repository.doer("bad")
+    (repository.path / "bad" / "config.pbtxt").write_text("backend: python(")
+    with Server(repository, flags=("--exit-on-error=false",)).started() as server:
+        assert server.http.is_ready()
+        assert server.grpc.is_ready()
+        assert server.grpc.do("good") == "good 1"
+
+
 def test_an_empty_repository_is_served(repository):
     with Server(repository).started() as server:
         assert server.http.is_ready()

@@ -147,9 +147,9 @@ class ModelTable:
 
     def all_ready(self) -> bool:
         """What `--strict-readiness` asks: every known version is READY and able, or was unloaded cleanly, and every
-        wanted model has one (R1-69)."""
+        wanted model has one (R1-69). A model whose configuration cannot be read is not among them, as in Triton."""
         for record in self.records.values():
-            if record.source is not None and not record.states:
+            if record.source is not None and not record.states and isinstance(record.source.draft, Draft):
                 return False
             for version, (state, reason) in record.states.items():
                 if state == "READY":
