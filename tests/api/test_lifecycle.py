@@ -221,10 +221,18 @@ def override(**more):
 
 
 def test_a_configuration_in_the_load_request(explicit, client, name):
-    explicit.repository.doer(name)
+    folder = explicit.repository.doer(name)
+    for changed in ("1/model.py", "config.pbtxt"):
+        client.load(name, config=override(parameters={"color": {"string_value": "blue"}}))
+        assert client.config(name)["parameters"]["color"]["string_value"] == "blue"
+        client.load(name)  # nothing new in the repository
+        assert client.config(name)["parameters"]["color"]["string_value"] == "blue"
+        os.utime(folder / changed, (1, 1))
+        client.load(name)
+        assert "color" not in client.config(name).get("parameters", {})
     client.load(name, config=override(parameters={"color": {"string_value": "blue"}}))
-    assert client.config(name)["parameters"]["color"]["string_value"] == "blue"
-    client.load(name)  # that of the repository again
+    client.unload(name)
+    client.load(name)
     assert "color" not in client.config(name).get("parameters", {})
     assert "failed to load" in error_of(client.load, name, config="{ no json")
     assert client.do(name) == f"{name} 1"

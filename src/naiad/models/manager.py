@@ -170,7 +170,8 @@ class ModelManager:
                     del self._records[name]
                 raise Internal(f"failed to load '{name}', failed to poll from model repository") from source.draft
             record.explicit = True
-            if source.override is not None or record.failed is not None or record.blocked or record.is_lost:
+            brings_override = source.override is not None and source is not record.source
+            if brings_override or record.failed is not None or record.blocked or record.is_lost:
                 record.insisted += 1
             record.error = None
             record.blocked = False
@@ -197,6 +198,18 @@ class ModelManager:
             if name in snapshot.duplicates:
                 self._log.error(f"failed to poll model '{name}': not unique across all model repositories")
             raise Internal(f"failed to load '{name}', failed to poll from model repository")
+        record = self._record(name)
+        kept = record.source
+        if (
+            kept is not None
+            and kept.override is not None
+            and not kept.made_of_request
+            and record.failed is None
+            and not record.is_lost
+            and _same_files(kept.directory, directory)
+        ):
+            # A configuration that came with a load stays until there is something new in the repository.
+            return kept
         return await self._sources.read(directory)
 
     async def unload(self, name: str, unload_dependents: bool = False) -> None:
