@@ -4,11 +4,12 @@
 that wears a LimitedInstance holds the batch it is given until its resources are free, so schedulers know nothing of
 all this, and without `--rate-limit=execution_count` there is nothing of it on the way of a request.
 
-Who comes next. Each instance has a pass, which grows by its priority whenever it is granted something; the smallest
-goes first. So of two that always wait, the one of priority 1 executes N times as often as the one of priority N
-(reference R2-69). Who has rested starts where the others are: rest is not saved up. An instance whose resources are
-not free keeps those behind it from what it waits for, so many small ones do not starve a large one; what it does not
-need, others may take. (In Triton nobody at all overtakes the first in the line.)
+Who comes next. Each instance has a pass, which grows by its priority whenever it is granted something; whose pass
+would be smallest then goes first, and of equals the more important. So of two that always wait, the one of priority 1
+executes N times as often as the one of priority N (reference R2-69). Who has rested starts where the others are: rest
+is not saved up. An instance whose resources are not free keeps those behind it from what it waits for, so many small
+ones do not starve a large one; what it does not need, others may take. (In Triton nobody at all overtakes the first in
+the line.)
 """
 
 import asyncio
@@ -87,7 +88,9 @@ class Resources:
         """Gives what can be given now; who has got everything."""
         granted: list[Claim] = []
         kept: set[Key] = set()
-        for claim in sorted(self._waiting, key=lambda claim: (claim.at, claim.priority, claim.arrival)):
+        for claim in sorted(
+            self._waiting, key=lambda claim: (claim.at + claim.priority, claim.priority, claim.arrival)
+        ):
             if kept.isdisjoint(claim.needs) and all(
                 self._used.get(key, 0) + count <= self._limits.get(key, 0) for key, count in claim.needs.items()
             ):

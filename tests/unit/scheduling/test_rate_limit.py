@@ -123,6 +123,20 @@ def test_priorities_are_shares(priorities) -> None:
     assert max(shares) - min(shares) <= 2 * max(priorities)
 
 
+def test_the_more_important_comes_first() -> None:
+    important, other = Claim({R: 1}, 1), Claim({R: 1}, 2)
+    resources = given_some(important, other)
+    order = []
+    for claim in (other, important):
+        resources.want(claim)
+    for _ in range(9):
+        (claim,) = resources.grant()
+        order.append("other" if claim is other else "important")
+        resources.release(claim)
+        resources.want(claim)
+    assert order == ["important", "important", "other"] * 3
+
+
 def test_rest_is_not_saved_up() -> None:
     busy, late = Claim({R: 1}), Claim({R: 1})
     resources = given_some(busy, late)
