@@ -128,7 +128,7 @@ class NativeServer:
                 call = _UnaryCall(self, call_id)
                 calls[call_id] = call
                 try:
-                    call.call = self._infer(data, details[0], details[1], call)
+                    call.began(self._infer(data, details[0], details[1], call))
                 except NaiadError as error:
                     self.ended(call_id)
                     self.fail(call_id, error)
@@ -183,7 +183,7 @@ _FLUSH_S = 0.2
 class _UnaryCall:
     """The sink of a unary inference."""
 
-    __slots__ = ("_id", "_model", "_reply", "_server", "call")
+    __slots__ = ("_id", "_is_answered", "_model", "_reply", "_server", "call")
 
     _model: Model
     _reply: Reply
@@ -191,6 +191,7 @@ class _UnaryCall:
     def __init__(self, server: NativeServer, id: int) -> None:
         self._server = server
         self._id = id
+        self._is_answered = False
         self.call: Call | None = None
 
     def expect(self, model: Model, reply: Reply) -> None:
@@ -210,6 +211,14 @@ class _UnaryCall:
             assert result is not None, "a call of an ordinary model ended without a result; this is a bug"
             server.fail(self._id, result)
         server.ended(self._id)
+        self._is_answered = True
+        self.call = None
+
+    def began(self, call: Call) -> None:
+        # A call knows its sink: if the sink kept it when all is said, both, and the message of the request, would wait
+        # for the garbage collector.
+        if not self._is_answered:
+            self.call = call
 
     def cancel(self) -> None:
         if self.call is not None:

@@ -1,16 +1,19 @@
 """The gRPC front end over real sockets with the real client library, the same through both implementations."""
 
 import asyncio
+import gc
+import weakref
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import grpc
+import grpc_fake_engine
 import numpy as np
 import pytest
 from grpc import StatusCode, aio
-from grpc_fake_engine import FakeEngine, FakeSettings, config
+from grpc_fake_engine import FakeCall, FakeEngine, FakeSettings, config
 from tritonclient.grpc import InferInput, service_pb2_grpc
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc.aio import InferenceServerClient
@@ -85,6 +88,31 @@ async def test_many_inferences_at_once_each_get_their_answer(connect: Connect) -
         numbers = [np.int32(i).tobytes() for i in range(200)]
         answers = await asyncio.gather(*(connection.stub.ModelInfer(ask(data=number)) for number in numbers))
         assert [answer.raw_output_contents[0] for answer in answers] == numbers
+
+
+async def test_a_call_and_its_message_are_freed_with_the_answer_not_by_the_garbage_collector(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alive: weakref.WeakSet[FakeCall] = weakref.WeakSet()
+
+    class CountedCall(FakeCall):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            alive.add(self)
+
+    monkeypatch.setattr(grpc_fake_engine, "FakeCall", CountedCall)
+    async with connect() as connection:
+        gc.disable()
+        try:
+            await connection.stub.ModelInfer(ask())
+            asking = asyncio.ensure_future(connection.stub.ModelInfer(ask("held")))
+            call = await connection.engine.calls.get()
+            call.echo()
+            del call
+            await asking
+            assert not alive
+        finally:
+            gc.enable()
 
 
 @pytest.mark.parametrize(
