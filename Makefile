@@ -9,7 +9,8 @@ INSTALLED := $(VENV)/.installed
 FRAMEWORKS := $(VENV)-frameworks
 FRAMEWORKS_INSTALLED := $(FRAMEWORKS)/.installed
 FRAMEWORK_TESTS := tests/backends tests/unit/backends tests/unit/convert tests/component/convert \
-	tests/api/test_served_tensorflow.py tests/api/test_served_pytorch.py tests/api/test_frameworks_together.py
+	tests/api/test_served_tensorflow.py tests/api/test_served_pytorch.py tests/api/test_frameworks_together.py \
+	tests/api/test_real_models.py
 # The demo alone needs less, and takes the whole environment if that is there.
 DEMO_INSTALLED := $(if $(wildcard $(INSTALLED)),$(INSTALLED),$(VENV)/.installed-demo)
 
@@ -59,7 +60,7 @@ test: env
 $(FRAMEWORKS_INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(FRAMEWORKS)
 	$(FRAMEWORKS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-		-e '.[dev,convert,openvino,tensorflow,torch]'
+		-e '.[dev,convert,openvino,tensorflow,test-models,torch]'
 	@touch $@
 
 test-frameworks: $(FRAMEWORKS_INSTALLED)
