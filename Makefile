@@ -11,17 +11,20 @@ FRAMEWORKS_INSTALLED := $(FRAMEWORKS)/.installed
 FRAMEWORK_TESTS := tests/backends tests/unit/backends tests/unit/convert tests/component/convert \
 	tests/api/test_served_tensorflow.py tests/api/test_served_pytorch.py tests/api/test_frameworks_together.py \
 	tests/api/test_real_models.py
+# Installed as users install it, with the hot path compiled: what is edited is not what runs there.
+COMPILED := $(VENV)-compiled
+COMPILED_INSTALLED := $(COMPILED)/.installed
+COMPILED_TESTS := tests/conformance tests/api/test_edge.py tests/api/test_isolation.py tests/api/test_sequences.py
 # The demo alone needs less, and takes the whole environment if that is there.
 DEMO_INSTALLED := $(if $(wildcard $(INSTALLED)),$(INSTALLED),$(VENV)/.installed-demo)
 
-BENCH_INSTALLED := $(VENV)/.installed-bench
-
-.PHONY: help env check format test test-frameworks conformance demo soak fuzz bench clean
+.PHONY: help env check format test test-compiled test-frameworks conformance demo soak fuzz bench clean
 
 help:
 	@echo 'make env          the environment in $(VENV), with everything the targets below need'
 	@echo 'make check        formatting, lint, types'
 	@echo 'make test         all tests (and the conformance corpus, where it lies beside this folder)'
+	@echo 'make test-compiled  tests of whole servers whose hot path is compiled'
 	@echo 'make test-frameworks  the tests of TensorFlow, PyTorch, OpenVINO and of conversion, with all of them installed'
 	@echo 'make conformance  the conformance corpus alone, with a table'
 	@echo 'make demo         write an example repository, serve it, send it images'
@@ -50,12 +53,17 @@ format: env
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-$(BENCH_INSTALLED): $(INSTALLED)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
-	@touch $@
-
 test: env
 	$(BIN)/python -m pytest $(TEST)
+
+$(COMPILED_INSTALLED): pyproject.toml constraints.txt setup.py $(shell find src -name '*.py')
+	test -x $(COMPILED)/bin/python || $(PYTHON) -m venv $(COMPILED)
+	NAIAD_COMPILE=1 $(COMPILED)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt '.[bench,dev]'
+	@touch $@
+
+test-compiled: $(COMPILED_INSTALLED)
+	$(COMPILED)/bin/naiad --version | grep compiled
+	$(COMPILED)/bin/python -m pytest $(COMPILED_TESTS) $(TEST)
 
 $(FRAMEWORKS_INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(FRAMEWORKS)
@@ -79,8 +87,8 @@ fuzz: env
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[fuzz]'
 	for target in json generate proto http; do $(BIN)/python tools/fuzz.py $$target --minutes=$(FUZZ_MINUTES) $(FUZZ) || exit 1; done
 
-bench: $(BENCH_INSTALLED)
-	$(BIN)/python -m benchmarks $(BENCH)
+bench: $(COMPILED_INSTALLED)
+	$(COMPILED)/bin/python -m benchmarks $(BENCH)
 
 clean:
-	rm -rf $(VENV) $(FRAMEWORKS) build dist demo .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(COMPILED) $(FRAMEWORKS) build dist demo .mypy_cache .pytest_cache .ruff_cache .hypothesis

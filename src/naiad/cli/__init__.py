@@ -6,6 +6,7 @@ with the name of the program exchanged.
 
 import importlib
 import sys
+from importlib.util import find_spec
 
 import click
 
@@ -57,7 +58,9 @@ _commands = _Commands(
 
 def _print_version(context: click.Context, wanted: bool) -> None:
     if wanted:
-        click.echo(f"naiad {__version__}")
+        engine = find_spec("naiad.engine")
+        compiled = engine is not None and engine.origin is not None and engine.origin.endswith(".so")
+        click.echo(f"naiad {__version__}{' (compiled)' if compiled else ''}")
         context.exit()
 
 

@@ -63,8 +63,8 @@ class NativeServer:
         self._front.set_fallback(socket)
         self._front.start()
         self.port = self._front.bound_port
-        self._thread = threading.Thread(target=self._wait_for_events, name="naiad-grpc-events", daemon=True)
-        self._thread.start()
+        self._events_thread = threading.Thread(target=self._wait_for_events, name="naiad-grpc-events", daemon=True)
+        self._events_thread.start()
 
     def _listen(self) -> NativeGrpcFront:
         options = self._options
@@ -89,7 +89,7 @@ class NativeServer:
         # Closing drops replies that are still on their way to the socket, and the library does not say when they are out.
         await asyncio.sleep(_FLUSH_S)
         await self._loop.run_in_executor(None, self._front.close)
-        await self._loop.run_in_executor(None, self._thread.join)
+        await self._loop.run_in_executor(None, self._events_thread.join)
         self._directory.cleanup()
 
     async def _drain(self, grace_s: float) -> None:

@@ -1,0 +1,62 @@
+"""Compiles the modules of the hot path with mypyc where there is a C compiler; without one they run as they are.
+
+NAIAD_COMPILE=0 leaves them as they are, NAIAD_COMPILE=1 fails where they cannot be compiled. An editable install is not
+compiled unless asked for: what is edited would not be what runs.
+"""
+
+import os
+import sys
+
+from setuptools import Extension, setup
+
+#: What a request passes on its way. Compiled classes cannot be subclassed by modules that are not.
+HOT_PATH = (
+    "engine",
+    "frontends/grpc/native",
+    "frontends/grpc/servicer",
+    "frontends/http/app",
+    "frontends/http/connection",
+    "frontends/http/head",
+    "frontends/http/inference",
+    "frontends/processes/client",
+    "instances/channel",
+    "instances/delivery",
+    "instances/execution",
+    "instances/layout",
+    "models/check",
+    "models/model",
+    "protocol/json_codec",
+    "protocol/json_text",
+    "protocol/outputs",
+    "protocol/proto_codec",
+    "scheduling/dynamic",
+    "scheduling/queue",
+    "scheduling/scheduler",
+    "scheduling/sequence",
+    "scheduling/turns",
+)
+
+
+def compiled() -> list[Extension]:
+    wanted = os.environ.get("NAIAD_COMPILE", "")
+    commands = {"bdist_wheel", "build_ext"} | ({"editable_wheel"} if wanted else set())
+    if wanted == "0" or not commands & set(sys.argv):
+        return []
+    # Types are `make check`'s business, with everything installed; here most of what is imported is not.
+    options = ["--config-file=", "--ignore-missing-imports", "--follow-imports=silent"]
+    try:
+        from mypyc.build import mypycify
+
+        files = [f"src/naiad/{name}.py" for name in HOT_PATH]
+        extensions = mypycify([*options, *files], opt_level="2", debug_level="0", group_name="naiad")
+    except (Exception, SystemExit) as error:
+        if wanted:
+            raise
+        print(f"warning: the hot path is not compiled: {error!r}", file=sys.stderr)
+        return []
+    for extension in extensions:
+        extension.optional = not wanted
+    return extensions
+
+
+setup(ext_modules=compiled())
