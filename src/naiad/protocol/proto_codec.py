@@ -141,6 +141,96 @@ def parse_request(data: bytes) -> tuple[Message, Sequence[Buffer]]:
 
 # ---------------------------------------------------------------- requests
 
+#: Clients send the same message around other data: what stands before the data is read once and kept, up to this size
+#: and number of messages.
+_TEMPLATE_SIZE = 1024
+_TEMPLATES = 1024
+#: Little is copied faster than a view of it is made.
+_SMALL = 4096
+
+
+class _Template:
+    """A ModelInferRequest without its raw_input_contents, all of which stand at its end."""
+
+    __slots__ = ("_inputs", "_reply", "_request", "_size")
+
+    def __init__(self, request: InferRequest, reply: Reply, size: int) -> None:
+        self._request = request
+        self._reply = reply
+        self._size = size
+        #: (name, data type, shape, tag and size on the wire, size) of each input.
+        self._inputs = [
+            (tensor.name, tensor.datatype, tensor.shape, _raw_input_head(len(tensor.data)), len(tensor.data))
+            for tensor in request.inputs
+        ]
+
+    def decode(self, data: bytes) -> tuple[InferRequest, Reply] | None:
+        """The request in a message that begins as this one and is as long; None where its data are cut otherwise."""
+        tail = data if len(data) <= _SMALL else memoryview(data)
+        at = self._size
+        inputs: list[Tensor] = []
+        for name, datatype, shape, head, size in self._inputs:
+            start = at + len(head)
+            if data[at:start] != head:
+                return None
+            at = start + size
+            inputs.append(Tensor(name, datatype, shape, tail[start:at]))
+        known = self._request
+        request = InferRequest(
+            known.model_name,
+            tuple(inputs),
+            known.model_version,
+            "",
+            known.outputs,
+            known.parameters,
+            None,
+            known.priority,
+            known.timeout_us,
+        )
+        return request, self._reply
+
+
+#: Templates by what stands before the data, and how long that is in messages of a length.
+_templates: dict[bytes, _Template] = {}
+_template_sizes: dict[int, int] = {}
+
+
+def recall(data: bytes) -> tuple[InferRequest, Reply] | None:
+    """What `decode` would make of a ModelInferRequest, if one like it was given to `remember`; else None."""
+    size = _template_sizes.get(len(data))
+    if size is None:
+        return None
+    template = _templates.get(data[:size])
+    return None if template is None else template.decode(data)
+
+
+def remember(data: bytes, request: InferRequest, reply: Reply) -> None:
+    """Keeps what `decode` made of a message, where the next one like it would differ in its data only."""
+    if request.id or request.sequence is not None or reply.use is not None:
+        return
+    raw_size = 0
+    for tensor in request.inputs:
+        if tensor.datatype is DataType.BYTES:
+            return
+        raw_size += len(_raw_input_head(len(tensor.data))) + len(tensor.data)
+    size = len(data) - raw_size
+    if not 0 < size <= _TEMPLATE_SIZE:
+        return
+    template = _Template(request, reply, size)
+    # Data may also stand in the inputs themselves, or before other fields.
+    again = template.decode(data)
+    if again is None or again[0] != request:
+        return
+    if len(_templates) >= _TEMPLATES or len(_template_sizes) >= _TEMPLATES:
+        _templates.clear()
+        _template_sizes.clear()
+    _templates[data[:size]] = template
+    _template_sizes[len(data)] = size
+
+
+def _raw_input_head(size: int) -> bytes:
+    return bytes((_RAW_INPUT_TAG,)) + _varint(size)
+
 
 def decode(
     message: Message, raw: Sequence[Buffer], config: ModelConfig, regions: Regions, version: int = -1, peer: str = ""
@@ -376,7 +466,7 @@ def _invalid_datatype(id: str, name: str, config: ModelConfig) -> NaiadError:
 
 #: Encoded heads of responses and outputs: the same few for all responses of a model. Emptied when full.
 _MODEL_HEADS: dict[tuple[str, int], bytes] = {}
-_OUTPUT_HEADS: dict[tuple[str, DataType, tuple[int, ...]], bytes] = {}
+_OUTPUT_HEADS: dict[tuple[str, int, tuple[int, ...]], bytes] = {}
 _HEADS_LIMIT = 4096
 
 
@@ -394,7 +484,7 @@ def _output_head(name: str, datatype: DataType, shape: tuple[int, ...]) -> bytes
     head: bytes = _RESPONSE_OUTPUT_TAG + _varint(len(message)) + message
     if len(_OUTPUT_HEADS) >= _HEADS_LIMIT:
         _OUTPUT_HEADS.clear()
-    _OUTPUT_HEADS[(name, datatype, shape)] = head
+    _OUTPUT_HEADS[(name, datatype.number, shape)] = head
     return head
 
 
@@ -452,7 +542,7 @@ def encode(
                 reply.regions[output.name].write(output.name, data)
                 data = b""
         shape = output.shape
-        head = _OUTPUT_HEADS.get((output.name, output.datatype, shape))
+        head = _OUTPUT_HEADS.get((output.name, output.datatype.number, shape))
         parts.append(head or _output_head(output.name, output.datatype, shape))
         size = len(data) if type(data) is bytes else memoryview(data).nbytes
         if size:

@@ -27,6 +27,8 @@ from naiad.protocol.proto_codec import (
     encode_stream_error,
     parse_request,
     parse_version,
+    recall,
+    remember,
 )
 from naiad.protocol.regions import Regions
 
@@ -234,6 +236,68 @@ def test_regions_are_not_for_clients_elsewhere(regions: Regions) -> None:
     for request in (message(inputs=[tensor(parameters=place)]), message(outputs=[output])):
         with pytest.raises(Unsupported, match="allow-client-shm=true"):
             read(request, regions, "ipv4:192.0.2.1:1")
+
+
+def kept(request: Any) -> None:
+    data = request.SerializeToString()
+    remember(data, *read(request))
+
+
+def recalled(request: Any) -> tuple[InferRequest, Reply] | None:
+    return recall(request.SerializeToString())
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["INT32", "INT8", "FP64"]), st.lists(st.integers(0, 3), max_size=3), st.binary()),
+        max_size=3,
+    ),
+    st.lists(st.binary(), max_size=3),
+)
+def test_messages_like_one_before_are_read_as_any_other(inputs: list[tuple[str, list[int], bytes]], more: Any) -> None:
+    tensors = [tensor(f"X{i}", datatype, tuple(shape)) for i, (datatype, shape, _) in enumerate(inputs)]
+    first = message(inputs=tensors, raw_input_contents=[data for _, _, data in inputs], model_version="1")
+    kept(first)
+    assert recalled(first) == read(first)
+    like = message(inputs=tensors, raw_input_contents=[*more[: len(tensors)], *[b""] * (len(tensors) - len(more))])
+    like.model_version = "1"
+    again = recalled(like)
+    assert again is None or again == read(like)
+
+
+def test_other_data_around_the_same_message() -> None:
+    outputs = [pb.ModelInferRequest.InferRequestedOutputTensor(name="Y")]
+    for data in (bytes(8), b"12345678"):
+        request = message(inputs=[tensor()], outputs=outputs, raw_input_contents=[data])
+        if data == bytes(8):
+            kept(request)
+        again = recalled(request)
+        assert again == read(request)
+        assert bytes(again[0].inputs[0].data) == data
+    assert recalled(message(inputs=[tensor(shape=(3,))], outputs=outputs, raw_input_contents=[bytes(8)])) is None
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        message(inputs=[tensor()], raw_input_contents=[bytes(8)], id="x"),
+        message(inputs=[tensor("S", "BYTES", (1,))], raw_input_contents=[pack_bytes([b"a"])]),
+        message(inputs=[tensor("T", contents=pb.InferTensorContents(int_contents=[1, 2]))]),
+        message(
+            inputs=[tensor("Q")], raw_input_contents=[bytes(8)], parameters={"sequence_id": parameter(int64_param=5)}
+        ),
+    ],
+)
+def test_what_differs_from_message_to_message_is_not_kept(request_: Any) -> None:
+    kept(request_)
+    assert recalled(request_) is None
+
+
+def test_messages_that_name_regions_are_not_kept(regions: Regions) -> None:
+    where = {"shared_memory_region": parameter(string_param="r"), "shared_memory_byte_size": parameter(int64_param=8)}
+    request = message(inputs=[tensor(parameters=where)])
+    remember(request.SerializeToString(), *read(request, regions))
+    assert recalled(request) is None
 
 
 def test_request_parameters() -> None:

@@ -25,7 +25,7 @@ from naiad.messages import (
     ServerMetadata,
 )
 from naiad.options import Restriction, forward_pattern
-from naiad.protocol.proto_codec import Reply, decode, parse_request, parse_version
+from naiad.protocol.proto_codec import Reply, decode, parse_request, parse_version, recall, remember
 from naiad.protocol.regions import Regions, is_local_peer
 from naiad.telemetry.trace import TraceSettings, off
 
@@ -59,7 +59,7 @@ class Engine(Protocol):
     async def is_ready(self) -> bool: ...
     def model(self, name: str, version: int = -1) -> Model: ...
     async def model_ready(self, name: str, version: int = -1) -> bool: ...
-    def infer(self, request: InferRequest, sink: ResponseSink) -> Call: ...
+    def infer(self, request: InferRequest, sink: ResponseSink, model: Any = None) -> Call: ...
     def metadata(self) -> ServerMetadata: ...
     def model_metadata(self, name: str, version: int = -1) -> ModelMetadata: ...
     def model_config(self, name: str, version: int = -1) -> ModelConfig: ...
@@ -127,20 +127,23 @@ class Servicer:
         if self._inference_guard is not None:
             _check(self._inference_guard, metadata)
         start_ns = time.monotonic_ns() if self._traces.active else 0
-        message, raw = parse_request(data)
-        version = parse_version(message.model_version)
-        model = self._engine.model(message.model_name, version)
-        if model.config.decoupled:
-            raise Unsupported("ModelInfer RPC doesn't support models with decoupled transaction policy")
-        request, reply = decode(message, raw, model.config, self._regions, version, peer)
+        if (known := recall(data)) is not None:
+            request, reply = known
+            model = self._engine.model(request.model_name, request.model_version)
+            _check_unary(model)
+        else:
+            message, raw = parse_request(data)
+            model, version = self.model(message)
+            _check_unary(model)
+            request, reply = decode(message, raw, model.config, self._regions, version, peer)
+            remember(data, request, reply)
         if self._forward is not None:
             request = self._forwarded(request, metadata, self._forward)
         if start_ns:
             request = self._traces.follow(request, "GRPC", start_ns, partial(_header, metadata))
         sink.expect(model, reply)
-        if reply.use is not None:
-            return reply.use.during(self._engine.infer, request, sink)
-        return self._engine.infer(request, sink)
+        infer = self._engine.infer
+        return infer(request, sink, model) if reply.use is None else reply.use.during(infer, request, sink, model)
 
     def model(self, message: Message) -> tuple[Model, int]:
         """The model that a ModelInferRequest is for, and the version it asks for."""
@@ -165,9 +168,8 @@ class Servicer:
         if start_ns:
             request = self._traces.follow(request, "GRPC", start_ns, partial(_header, metadata))
         sink.expect(model, reply)
-        if reply.use is not None:
-            return reply.use.during(self._engine.infer, request, sink)
-        return self._engine.infer(request, sink)
+        infer = self._engine.infer
+        return infer(request, sink) if reply.use is None else reply.use.during(infer, request, sink)
 
     def _forwarded(self, request: InferRequest, metadata: Metadata, pattern: re.Pattern[str]) -> InferRequest:
         parameters: dict[str, ParameterValue] = {
@@ -413,6 +415,11 @@ _LOG_SETTINGS = {
     "log_verbose_level": ("uint32_param", "uint32"),
     "log_format": ("string_param", "string"),
 }
+
+
+def _check_unary(model: Model) -> None:
+    if model.config.decoupled:
+        raise Unsupported("ModelInfer RPC doesn't support models with decoupled transaction policy")
 
 
 def _check(guard: tuple[str, str], metadata: Metadata) -> None:
