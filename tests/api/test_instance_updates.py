@@ -256,7 +256,7 @@ def test_an_unload_during_an_update_wins(explicit, client, name, tmp_path):
     update = explicit.ask(client.load, name)
     until(begun.exists, "the new instance begins")
     client.unload(name)
-    assert "was unloaded meanwhile" in error_of(update.result, 60)
+    assert "no version is available" in error_of(update.result, 60)
     assert "has no available versions" in error_of(client.do, name)
     go_on.touch()
     until(lambda: client.index()[name, "1"] == ("UNAVAILABLE", "unloaded"), "the model is unloaded")

@@ -126,7 +126,7 @@ def test_an_unload_during_a_load_wins(explicit, client, name, tmp_path):
     loading = explicit.ask(client.load, name)
     until(begun.exists, "the load has begun")
     client.unload(name)
-    assert "was unloaded meanwhile" in error_of(loading.result, 60)
+    assert "no version is available" in error_of(loading.result, 60)
     go_on.touch()
     until(lambda: not explicit.named(f"naiad:{name}"), "its host has ended")
     until(lambda: client.index().get((name, "1")) == ("UNAVAILABLE", "unloaded"), "the model is unloaded")

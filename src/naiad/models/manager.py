@@ -182,7 +182,8 @@ class ModelManager:
         while record.source is not None and (record.loading is not None or self._is_pending(record)):
             await self.next_change()
         if record.source is None:
-            raise Unavailable(f"the load of model '{name}' was given up: the model was unloaded meanwhile")
+            # Unloaded meanwhile.
+            raise Internal(f"failed to load '{name}', no version is available")
         if record.error is not None:
             raise record.error
         # As in Triton: what has gone is gone when the answer comes, memory included.
