@@ -411,7 +411,7 @@ class History(RuleBasedStateMachine):
         if isinstance(decision, WaitUntil):
             assert decision.time_ns > self.now
         elif decision is not None:
-            assert self.up[instance]
+            assert self.up.get(instance, instance in self.retired)
             assert 0 < len(decision.steps) <= self.width
             assert decision.steps[-1] is not None
             for new in decision.steps:
