@@ -67,6 +67,8 @@ class Empty(msgspec.Struct, frozen=True):
 Decision = Batch | WaitUntil | Empty
 _EMPTY = Empty()
 _NEVER = 1 << 63
+#: Levels in which nothing waits are forgotten from this number on.
+_KEPT_LEVELS = 64
 
 
 class _Level:
@@ -99,11 +101,13 @@ class RequestQueue:
         self._preferred = frozenset(preferred)
         self._largest_preferred = max(preferred, default=self._max_rows)
         self._max_delay_ns = max_delay_ns
+        self._last_level = levels
         self._default_level = default_level
-        policy = default_policy or QueuePolicy()
-        numbers = range(1, levels + 1) if levels else range(1)
-        self._levels = {number: _Level((policies or {}).get(number, policy)) for number in numbers}
-        self._in_order = list(self._levels.values())
+        self._policy = default_policy or QueuePolicy()
+        self._policies = policies or {}
+        #: Those in use: a configuration may speak of 2**64.
+        self._levels: dict[int, _Level] = {}
+        self._in_order: list[_Level] = []
         self._size = 0
         #: No call expires before this.
         self._next_deadline_ns = _NEVER
@@ -116,8 +120,8 @@ class RequestQueue:
 
     def put(self, call: Queued, now_ns: int, priority: int = 0, timeout_us: int = 0) -> None:
         """Takes a call; raises Unavailable, with Triton's text, when its level is full."""
-        number = priority if priority in self._levels else self._default_level
-        level = self._levels[number]
+        number = priority if 0 < priority <= self._last_level else self._default_level
+        level = self._levels.get(number) or self._begin(number)
         policy = level.policy
         if policy.max_queue_size and level.size >= policy.max_queue_size:
             raise Unavailable(call.request.label + "Exceeds maximum queue size")
@@ -129,6 +133,13 @@ class RequestQueue:
         level.calls.append(call)
         level.size += 1
         self._size += 1
+
+    def _begin(self, number: int) -> _Level:
+        if len(self._levels) >= _KEPT_LEVELS:
+            self._levels = {known: level for known, level in self._levels.items() if level.size}
+        level = self._levels[number] = _Level(self._policies.get(number, self._policy))
+        self._in_order = [self._levels[known] for known in sorted(self._levels)]
+        return level
 
     def remove(self, call: Queued) -> None:
         """Takes out a call that waits here (its client has left)."""

@@ -132,6 +132,23 @@ def test_only_equal_signatures_join_a_batch_that_has_waited() -> None:
     assert queue.more(FakeCall(signature=(3,)), 1) == []
 
 
+def test_there_may_be_any_number_of_levels() -> None:
+    queue = RequestQueue(1, levels=2**64 - 1, default_level=2**64 - 1)
+    priorities = [0, *range(1000, 0, -1), 2**64 - 1, 5]
+    for priority in priorities:
+        queue.put(FakeCall(request=InferRequest("m", (), priority=priority)), 0, priority)
+    taken = []
+    while len(queue):
+        batch = queue.take(0)
+        assert isinstance(batch, Batch)
+        taken += [call.request.priority for call in batch.calls]
+    assert taken == [1, 2, 3, 4, 5, 5, *range(6, 1001), 0, 2**64 - 1]
+    for priority in range(2000, 3000):
+        queue.put(FakeCall(), 0, priority)
+        assert isinstance(queue.take(0), Batch)
+    assert len(queue._levels) <= 64
+
+
 def test_different_signatures_do_not_share_a_batch() -> None:
     queue = filled(RequestQueue(8, max_delay_ns=100), [FakeCall(signature=(3,)), FakeCall(signature=(4,))])
     assert rows_of(queue.take(0)) == [1]
