@@ -97,7 +97,9 @@ def _backend_of(given: Choice, entries: Mapping[str, bool] | None) -> str:
         if given.platform in _ALIASES:
             return _ALIASES[given.platform]
     if given.filename:
-        return next((row.backend for row in PLATFORMS if row.filename == given.filename), "")
+        # TensorFlow is known by its platform where there is one, however that is spelt.
+        rows = (row for row in PLATFORMS if not (given.platform and row.backend == "tensorflow"))
+        return next((row.backend for row in rows if row.filename == given.filename), "")
     if given.platform:
         return ""
     row = _row_of_entries(PLATFORMS, entries)

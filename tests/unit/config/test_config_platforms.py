@@ -50,6 +50,8 @@ FILE, DIRECTORY = False, True
         # left for validation to refuse
         (("libtorch", "", ""), None, ("libtorch", "pytorch", "model.pt")),
         (("some_platform", "", ""), {"model.py": FILE}, ("some_platform", "", "")),
+        (("tensorflo", "", "model.savedmodel"), {"model.savedmodel": DIRECTORY}, ("tensorflo", "", "model.savedmodel")),
+        (("onnx", "", "model.onnx"), {"model.onnx": FILE}, ("onnx", "onnxruntime", "model.onnx")),
         (("", "", "weights.bin"), {"model.py": FILE}, ("", "", "weights.bin")),
         (("ensemble", "", ""), {"model.py": FILE}, ("ensemble", "", "")),
     ],
