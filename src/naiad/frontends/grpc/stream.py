@@ -104,7 +104,9 @@ class Stream:
             if model.config.decoupled:
                 self._ordered.pop()
                 call.is_ordered = False
-            call.call = self._servicer.infer_in_stream(message, raw, model, version, self._metadata, self._peer, call)
+            begun = self._servicer.infer_in_stream(message, raw, model, version, self._metadata, self._peer, call)
+            if not call.is_done:
+                call.call = begun
             call.is_accepted = True
         except NaiadError as error:
             call.refuse(error)
@@ -138,6 +140,8 @@ class Stream:
     def end(self, call: "_StreamCall") -> None:
         self._calls.discard(call)
         call.is_done = True
+        # They know each other, and what the request brought: nobody shall need the garbage collector to free it.
+        call.call = None
         ordered = self._ordered
         while ordered and ordered[0].is_done:
             ordered.popleft()

@@ -111,6 +111,8 @@ async def test_a_call_and_its_message_are_freed_with_the_answer_not_by_the_garba
             del call
             await asking
             assert not alive
+            await exchange(connection, ask(), ask("fails"))
+            assert not alive
         finally:
             gc.enable()
 
