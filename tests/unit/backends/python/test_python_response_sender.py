@@ -1,6 +1,7 @@
 """Responses sent by the model itself: decoupled, and one by one for an ordinary model."""
 
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 from python_backend_fakes import FakeRequest, FakeServices, load, write
 
 from naiad.backends.api import BackendResponse
-from naiad.backends.python import pb_utils
+from naiad.backends.python import dropped, pb_utils
 from naiad.backends.python.sender import InferenceResponseSender
 from naiad.errors import Internal, NaiadError, ResourceExhausted
 
@@ -294,3 +295,15 @@ def test_a_rescheduled_decoupled_request_keeps_its_sender(tmp_path: Path) -> Non
     load(path, **DECOUPLED).execute([request])
     assert request.ended.wait(SECONDS)
     assert [result.outputs["Y"].tolist() for result, _ in request.sent] == [[2], [1], [0]]  # type: ignore[union-attr]
+
+
+def test_an_ending_that_fails_keeps_no_other_from_its_end(capfd: pytest.CaptureFixture[str]) -> None:
+    ended = threading.Event()
+
+    def fail() -> None:
+        raise RuntimeError("no thread to be had")
+
+    dropped.endings().put(fail)
+    dropped.endings().put(ended.set)
+    assert ended.wait(20)
+    assert "no thread to be had" in capfd.readouterr().err
