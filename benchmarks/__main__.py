@@ -73,7 +73,7 @@ def compare(workload: Workload, options: argparse.Namespace, console: Console) -
     """All servers that can run the workload, in turns. One that fails is told of and left out."""
     levels = [level for level in workload.levels if not options.in_flight or level in options.in_flight]
     servers = [name for name in workload.servers if not options.servers or name in options.servers]
-    if not levels:
+    if not levels or not servers:
         return []
     turns: dict[str, list[Turn]] = {server: [] for server in servers}
     with tempfile.TemporaryDirectory() as folder:
