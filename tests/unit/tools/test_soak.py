@@ -73,6 +73,15 @@ def test_errors_of_a_model_that_was_just_killed_are_explained():
     assert judged(InferenceServerException(KILLED), models=("digits_from_png", "digits")) == (1, 0)
 
 
+def test_errors_of_a_model_that_is_still_disturbed_are_explained():
+    disturbances = Disturbances()
+    disturbances.note("visitor", goes_on=True)
+    late = time.monotonic() + 10 * AFTERMATH_S
+    assert disturbances.explain(("visitor",), late)
+    disturbances.note("visitor")
+    assert not disturbances.explain(("visitor",), late)
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
