@@ -164,7 +164,8 @@ ensemble_scheduling {{ step [
 {_STEP.format(2, "second", "OUTPUT0")}
 ] }}
 """
-_SEQUENCES = """sequence_batching { direct { } control_input [
+#: Idle for long: on a busy machine the next request of a live sequence may come late.
+_SEQUENCES = """sequence_batching { max_sequence_idle_microseconds: 60000000 direct { } control_input [
   { name: "START" control [ { kind: CONTROL_SEQUENCE_START int32_false_true: [ 0, 1 ] } ] },
   { name: "END" control [ { kind: CONTROL_SEQUENCE_END int32_false_true: [ 0, 1 ] } ] },
   { name: "READY" control [ { kind: CONTROL_SEQUENCE_READY int32_false_true: [ 0, 1 ] } ] },
