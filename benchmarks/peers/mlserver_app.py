@@ -40,6 +40,7 @@ def settings() -> dict[str, dict[str, object]]:
 
 if __name__ == "__main__":
     folder = Path(tempfile.mkdtemp())
+    os.chdir(folder)  # where it leaves what it counts
     for name, document in settings().items():
         (folder / name).write_text(json.dumps(document))
     os.environ["PYTHONPATH"] = os.path.dirname(os.path.abspath(__file__))
