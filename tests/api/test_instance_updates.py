@@ -148,7 +148,10 @@ def test_the_configuration_that_is_shown_can_be_sent_back_with_another_count(exp
     assert counted.history == ["+_0_0", "+_0_1"]
     client.load(counted.name, config=json.dumps(config))
     assert counted.history == []
-    client.load(counted.name)  # that of the repository again
+    client.load(counted.name)  # nothing is new in the repository: what was sent counts
+    assert counted.history == []
+    counted.instances(1)
+    client.load(counted.name)
     assert counted.history == ["-_0_1"]
     client.unload(counted.name)
 
