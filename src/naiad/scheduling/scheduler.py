@@ -6,7 +6,6 @@ version back and counts it. Schedulers decide which calls run together; they do 
 
 import os
 import time
-from collections.abc import Callable
 from typing import Any, Literal, Protocol
 
 from naiad.errors import Cancelled, NaiadError
@@ -118,14 +117,6 @@ class Call:
 
     def fail_cancelled(self) -> None:
         self.fail(Cancelled(""), "CANCELED")
-
-
-def safely(report: Callable[[str, BaseException], None], text: str, act: Callable[[], None]) -> None:
-    """Runs `act`; an exception is reported, not raised: used where one call's trouble must not become another's."""
-    try:
-        act()
-    except Exception as error:
-        report(text, error)
 
 
 def delay_from(variable: str) -> int:
