@@ -18,7 +18,7 @@ COMPILED_TESTS := tests/conformance tests/api/test_edge.py tests/api/test_isolat
 # The demo alone needs less, and takes the whole environment if that is there.
 DEMO_INSTALLED := $(if $(wildcard $(INSTALLED)),$(INSTALLED),$(VENV)/.installed-demo)
 
-.PHONY: help env check format test test-compiled test-frameworks conformance demo soak fuzz bench clean
+.PHONY: help env check format test test-compiled test-frameworks conformance demo soak fuzz bench instructions clean
 
 help:
 	@echo 'make env          the environment in $(VENV), with everything the targets below need'
@@ -30,6 +30,7 @@ help:
 	@echo 'make demo         write an example repository, serve it, send it images'
 	@echo 'make soak         mixed traffic, crashes and reloads for SOAK_MINUTES=10: answers right, nothing grows'
 	@echo 'make fuzz         arbitrary bytes for all that reads what clients send, FUZZ_MINUTES=10 for each'
+	@echo 'make instructions  count the instructions of the hot paths; INSTRUCTIONS=--renew to keep these counts for the tests'
 	@echo 'make bench        compare with Triton and others; BENCH="--quick" for a short run, BENCH=--list for what there is'
 
 env: $(INSTALLED)
@@ -89,6 +90,9 @@ fuzz: env
 
 bench: $(COMPILED_INSTALLED)
 	$(COMPILED)/bin/python -m benchmarks $(BENCH)
+
+instructions: env
+	$(BIN)/python tests/instructions/instruction_counts.py $(INSTRUCTIONS)
 
 clean:
 	rm -rf $(VENV) $(COMPILED) $(FRAMEWORKS) build dist demo .mypy_cache .pytest_cache .ruff_cache .hypothesis
