@@ -40,14 +40,14 @@ class SequenceControl(msgspec.Struct, frozen=True):
 class RequestTrace(Protocol):
     """What the way of a request through the server tells the trace that follows it; see `telemetry.trace`.
 
-    `id` is how model code names it, `context` OpenTelemetry's, as JSON. Times are ns of CLOCK_MONOTONIC.
+    `id` is how model code names it, 0 where model code has none of it, `context` OpenTelemetry's, as JSON. Times are ns of CLOCK_MONOTONIC.
     """
 
     id: int
     context: str | None
 
-    def child(self) -> "RequestTrace":
-        """For a request that this one causes."""
+    def child(self) -> "RequestTrace | None":
+        """For a request that this one causes; None where nobody follows that."""
 
     def begin(self, request: "InferRequest", version: int, sink: "ResponseSink") -> "ResponseSink":
         """The engine takes the request. Returns the sink that its results have to go through."""

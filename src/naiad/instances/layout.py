@@ -128,7 +128,7 @@ def details(requests: Sequence[InferRequest], asked: tuple[str, ...]) -> list[De
             or r.sequence is not None
             or r.priority
             or r.timeout_us
-            or r.trace
+            or (r.trace is not None and r.trace.id)
         ):
             return [_details(request) for request in requests]
     return None

@@ -1,8 +1,9 @@
 """The server's log, in Triton's formats, and its settings that clients can read and change.
 
 A server has one `Log`. Lines go to stdout (info) or stderr (warnings, errors), or all to
-a file. Called on the event loop, and by library threads through `bridge`; a line is one write. Nothing on the way
-of a request logs; who logs verbosely asks `log.verbose_level` first.
+a file. Called on the event loop, and by library threads through `bridge`; a line is one write, but for those of the
+access log, which come together. Nothing else on the way of a request logs; who logs verbosely asks `log.verbose_level`
+first.
 """
 
 import json
@@ -11,7 +12,9 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from types import FrameType
 from typing import Any, Literal, TextIO
 
@@ -30,6 +33,27 @@ SETTINGS: dict[str, type] = {
 }
 FORMATS = ("default", "ISO8601", "json")
 _LEVELS = {"I": "INFO", "W": "WARNING", "E": "ERROR"}
+#: What a line of the access log says, texts as JSON.
+AccessFields = tuple[str, str, int, str, str, int, int, int, int, int, int]
+_ACCESS_NAMES = (
+    "protocol",
+    "model",
+    "version",
+    "id",
+    "status",
+    "queue_us",
+    "compute_us",
+    "total_us",
+    "bytes_in",
+    "bytes_out",
+    "responses",
+)
+_ACCESS = "access " + " ".join([f"{name}=%s" for name in _ACCESS_NAMES])
+_ACCESS_JSON = ", ".join([f'"{name}": %s' for name in _ACCESS_NAMES])
+#: What the kernel writes to a pipe in one piece, so that what others write there does not come between.
+_PIPE_BYTES = 4096
+#: A value as JSON.
+quoted = json.JSONEncoder(ensure_ascii=False).encode
 _WRONG_TYPE = {
     str: "attempt to access JSON non-string as string",
     bool: "attempt to access JSON non-boolean as boolean",
@@ -49,6 +73,8 @@ class Log:
         self.log_format: str = "default"
         self.escape = escape
         self._file: TextIO | None = None
+        #: Lines of the access log that are not written yet. Other threads write them before their own.
+        self._held: deque[str] = deque()
 
     def configure(
         self,
@@ -76,7 +102,8 @@ class Log:
         self.log_file = file
 
     def close(self) -> None:
-        """Closes the log file; later lines go to the console."""
+        """Writes what there is and closes the log file; later lines go to the console."""
+        self.flush()
         if self._file is not None:
             self._file.close()
         self._file = None
@@ -120,10 +147,34 @@ class Log:
         if wanted:
             self._line("I" if level == "VERBOSE" else level[0], message, file, line)
 
-    def access(self, fields: Mapping[str, str | int]) -> None:
-        """Logs a request, whatever levels are on: whoever does not want it does not ask for it."""
-        text = " ".join(f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in fields.items())
-        self._line("I", f"access {text}", *_place(), escape=False, fields=fields)
+    def access(self, requests: Iterable[AccessFields]) -> None:
+        """Logs requests, whatever levels are on: whoever does not want it does not ask for it. The lines are written
+        by `flush`, or before the next line of another kind."""
+        time_ns, pid, (file, line) = time.time_ns(), os.getpid(), _place()
+        file = os.path.basename(file)
+        if self.log_format == "json":
+            head = as_json("I", time_ns, pid, file, line, "access").removesuffix("}")
+            form = f"{head}, {_ACCESS_JSON}}}\n"
+        else:
+            form = f"{prefix('I', time_ns, pid, file, line, self.log_format)}] {_ACCESS}\n"
+        self._held.extend([form % fields for fields in requests])
+
+    def flush(self) -> None:
+        """Writes the lines of the access log that are not written yet."""
+        held = self._held
+        sink: TextIO = self._file or sys.stdout
+        while held:
+            text = ""
+            try:
+                while not text or len(text) + len(held[0]) <= _PIPE_BYTES:
+                    text += held.popleft()
+            except IndexError:
+                pass  # this was all
+            if not text.isascii():
+                # What one client sends must not cost the lines of the others.
+                encoding = sink.encoding or "utf-8"
+                text = text.encode(encoding, "backslashreplace").decode(encoding)
+            _write(sink, text)
 
     def _line(
         self,
@@ -132,23 +183,17 @@ class Log:
         file: str,
         line: int,
         escape: bool = True,
-        fields: Mapping[str, str | int] | None = None,
     ) -> None:
-        """Writes a line; `fields` are what `message` says, for the format that has names for it."""
         time_ns, pid, file = time.time_ns(), os.getpid(), os.path.basename(file)
         if self.log_format == "json":
-            said = {"message": message} if fields is None else {"message": "access", **fields}
-            text = as_json(severity, time_ns, pid, file, line, said)
+            text = as_json(severity, time_ns, pid, file, line, message)
         else:
             if escape and self.escape:
-                message = json.dumps(message, ensure_ascii=False)
+                message = quoted(message)
             text = f"{prefix(severity, time_ns, pid, file, line, self.log_format)}] {message}"
-        sink: TextIO = self._file or (sys.stdout if severity == "I" else sys.stderr)
-        try:
-            sink.write(text + "\n")
-            sink.flush()
-        except (OSError, ValueError, UnicodeError):
-            pass  # a log that cannot be written must not stop the server
+        if self._held:
+            self.flush()
+        _write(self._file or (sys.stdout if severity == "I" else sys.stderr), text + "\n")
 
     # ------------------------------------------------------------ settings
 
@@ -192,6 +237,19 @@ def _problem(key: str, value: Any) -> NaiadError | None:
     return None
 
 
+def _write(sink: TextIO, text: str) -> None:
+    try:
+        sink.write(text)
+        sink.flush()
+    except (OSError, ValueError, UnicodeError):
+        pass  # a log that cannot be written must not stop the server
+
+
+@lru_cache(maxsize=4)
+def _utc(format: str, seconds: int) -> str:
+    return time.strftime(format, time.gmtime(seconds))
+
+
 def prefix(severity: str, time_ns: int, pid: int, file: str, line: int, format: str) -> str:
     """The beginning of a line up to the bracket, times in UTC:
 
@@ -199,18 +257,17 @@ def prefix(severity: str, time_ns: int, pid: int, file: str, line: int, format: 
     ISO8601: `2026-11-21T05:11:45Z I 6330 server.py:241`
     """
     seconds, rest = divmod(time_ns, 1_000_000_000)
-    utc = time.gmtime(seconds)
     if format == "ISO8601":
-        return f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', utc)} {severity} {pid} {file}:{line}"
-    return f"{severity}{time.strftime('%m%d %H:%M:%S', utc)}.{rest // 1000:06d} {pid} {file}:{line}"
+        return f"{_utc('%Y-%m-%dT%H:%M:%SZ', seconds)} {severity} {pid} {file}:{line}"
+    return f"{severity}{_utc('%m%d %H:%M:%S', seconds)}.{rest // 1000:06d} {pid} {file}:{line}"
 
 
-def as_json(severity: str, time_ns: int, pid: int, file: str, line: int, said: Mapping[str, str | int]) -> str:
+def as_json(severity: str, time_ns: int, pid: int, file: str, line: int, message: str) -> str:
     """A line as an object: `{"time": "2026-11-21T05:11:45.934966Z", "level": "INFO", ..., "message": "..."}`."""
     seconds, rest = divmod(time_ns, 1_000_000_000)
-    when = f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(seconds))}.{rest // 1000:06d}Z"
-    head = {"time": when, "level": _LEVELS[severity], "pid": pid, "file": file, "line": line}
-    return json.dumps({**head, **said}, ensure_ascii=False)
+    when = f"{_utc('%Y-%m-%dT%H:%M:%S', seconds)}.{rest // 1000:06d}Z"
+    level = _LEVELS[severity]
+    return quoted({"time": when, "level": level, "pid": pid, "file": file, "line": line, "message": message})
 
 
 def _place() -> tuple[str, int]:

@@ -89,6 +89,20 @@ def test_plain_requests_have_no_details():
     assert layout.details([InferRequest(model_name="m", inputs=())], ()) is None
 
 
+class Follower:
+    """A trace; model code has none of it where `id` is 0."""
+
+    context = None
+
+    def __init__(self, id):
+        self.id = id
+
+
+@pytest.mark.parametrize(("id", "details"), [(0, None), (7, [Details("", (), {}, 0, 0, 0, 0, 7)])])
+def test_a_trace_that_model_code_has_none_of_is_no_detail(id, details):
+    assert layout.details([InferRequest("m", (), trace=Follower(id))], ()) == details
+
+
 def test_requests_that_ask_for_the_same_outputs_have_no_details():
     requests = [InferRequest(model_name="m", inputs=(), outputs=("a", "b")) for _ in range(2)]
     assert layout.details(requests, layout.asked_outputs(requests)) is None

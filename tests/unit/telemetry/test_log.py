@@ -8,10 +8,15 @@ import pytest
 
 from naiad.errors import Internal, InvalidArgument, NaiadError, Unavailable, Unsupported
 from naiad.messages import IndexEntry
-from naiad.telemetry.log import SETTINGS, Log, bridge, prefix
+from naiad.telemetry.log import SETTINGS, Log, bridge, prefix, quoted
 from naiad.telemetry.tables import plain_table, row, show_models
 
 DEFAULT = re.compile(r"^([IWE])\d{4} \d\d:\d\d:\d\d\.\d{6} \d+ ([\w.]+):(\d+)\] (.*)$")
+NAMES = [
+    *("protocol", "model", "version", "id", "status"),
+    *("queue_us", "compute_us", "total_us", "bytes_in", "bytes_out", "responses"),
+]
+ACCESS = ('"HTTP"', '"a b"', 3, '"ü"', '"OK"', 5, 6, 12, 20, 24, 1)
 WHOLE = {
     "log_file": "",
     "log_info": True,
@@ -257,16 +262,88 @@ def test_lines_as_json_objects(capsys):
     log = Log()
     log.configure(format="json")
     log.warning('a "b"\nc')
-    log.access({"model": "m", "queue_us": 5})
+    log.access([ACCESS])
+    log.flush()
     printed = capsys.readouterr()
     warning, access = json.loads(printed.err), json.loads(printed.out)
     assert (warning["level"], warning["message"], warning["file"]) == ("WARNING", 'a "b"\nc', "test_log.py")
     assert datetime.fromisoformat(warning["time"]).utcoffset() == timedelta(0)
-    assert (access["message"], access["model"], access["queue_us"]) == ("access", "m", 5)
+    assert (access["level"], access["message"], access["file"]) == ("INFO", "access", "test_log.py")
+    assert list(access)[-11:] == NAMES
+    assert (access["model"], access["version"], access["id"], access["queue_us"]) == ("a b", 3, "ü", 5)
 
 
 def test_access_lines_are_written_whatever_levels_are_on(capsys):
     log = Log()
     log.configure(info=False)
-    log.access({"model": "a b", "queue_us": 5})
-    assert capsys.readouterr().out.endswith('] access model="a b" queue_us=5\n')
+    log.access([ACCESS])
+    log.flush()
+    values = 'protocol="HTTP" model="a b" version=3 id="ü" status="OK" queue_us=5 compute_us=6 total_us=12'
+    (line,) = map(DEFAULT.match, capsys.readouterr().out.splitlines())
+    assert (line[1], line[2]) == ("I", "test_log.py")
+    assert line[4] == f"access {values} bytes_in=20 bytes_out=24 responses=1"
+
+
+def test_access_lines_come_together_and_before_what_is_said_later(capsys, tmp_path):
+    log = Log()
+    log.configure(file=str(tmp_path / "log"))
+    log.access([ACCESS, ACCESS])
+    assert not (tmp_path / "log").read_text()
+    log.info("after")
+    log.access([ACCESS])
+    log.close()
+    said = [line.split("] ")[1] for line in (tmp_path / "log").read_text().splitlines()]
+    assert [text.split()[0] for text in said] == ["access", "access", '"after"', "access"]
+    log.flush()
+    assert capsys.readouterr() == ("", "")
+
+
+class Pieces(io.TextIOWrapper):
+    """A sink that remembers what each write had."""
+
+    def __init__(self, encoding):
+        super().__init__(io.BytesIO(), encoding)
+        self.written = []
+
+    def write(self, text):
+        self.written.append(text)
+        return super().write(text)
+
+
+def test_access_lines_are_written_in_pieces_that_nothing_comes_between(monkeypatch):
+    sink = Pieces("utf-8")
+    monkeypatch.setattr("sys.stdout", sink)
+    log = Log()
+    longer = (*ACCESS[:3], quoted("x" * 5000), *ACCESS[4:])
+    log.access([ACCESS] * 50 + [longer, ACCESS])
+    log.flush()
+    assert "".join(sink.written).count("\n") == 52
+    assert 3 <= len(sink.written) < 8
+    for piece in sink.written:
+        assert piece.endswith("\n")
+        assert len(piece) <= 4096 or piece.count("\n") == 1
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_what_a_client_sends_does_not_cost_the_lines_of_others(monkeypatch, encoding):
+    sink = Pieces(encoding)
+    monkeypatch.setattr("sys.stdout", sink)
+    log = Log()
+    log.access([ACCESS, (*ACCESS[:3], quoted("\udcff"), *ACCESS[4:])])
+    log.flush()
+    first, second = "".join(sink.written).splitlines()
+    assert "bytes_in=20" in first
+    assert r'id="\udcff" status="OK"' in second
+
+
+def test_access_lines_that_cannot_be_written_are_dropped(monkeypatch):
+    closed = io.StringIO()
+    closed.close()
+    monkeypatch.setattr("sys.stdout", closed)
+    log = Log()
+    log.access([ACCESS])
+    log.flush()
+    written = io.StringIO()
+    monkeypatch.setattr("sys.stdout", written)
+    log.flush()
+    assert not written.getvalue()
