@@ -12,6 +12,7 @@ from setuptools import Extension, setup
 #: What a request passes on its way. Compiled classes cannot be subclassed by modules that are not.
 HOT_PATH = (
     "engine",
+    "frontends/access",
     "frontends/grpc/native",
     "frontends/grpc/servicer",
     "frontends/http/app",

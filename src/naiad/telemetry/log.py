@@ -50,6 +50,8 @@ _ACCESS_NAMES = (
 )
 _ACCESS = "access " + " ".join([f"{name}=%s" for name in _ACCESS_NAMES])
 _ACCESS_JSON = ", ".join([f'"{name}": %s' for name in _ACCESS_NAMES])
+#: What makes the lines may be compiled, which leaves no frame to take a place from.
+_ACCESS_PLACE = ("access.py", 1)
 #: What the kernel writes to a pipe in one piece, so that what others write there does not come between.
 _PIPE_BYTES = 4096
 #: A value as JSON.
@@ -150,8 +152,7 @@ class Log:
     def access(self, requests: Iterable[AccessFields]) -> None:
         """Logs requests, whatever levels are on: whoever does not want it does not ask for it. The lines are written
         by `flush`, or before the next line of another kind."""
-        time_ns, pid, (file, line) = time.time_ns(), os.getpid(), _place()
-        file = os.path.basename(file)
+        time_ns, pid, (file, line) = time.time_ns(), os.getpid(), _ACCESS_PLACE
         if self.log_format == "json":
             head = as_json("I", time_ns, pid, file, line, "access").removesuffix("}")
             form = f"{head}, {_ACCESS_JSON}}}\n"

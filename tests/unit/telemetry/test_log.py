@@ -268,7 +268,7 @@ def test_lines_as_json_objects(capsys):
     warning, access = json.loads(printed.err), json.loads(printed.out)
     assert (warning["level"], warning["message"], warning["file"]) == ("WARNING", 'a "b"\nc', "test_log.py")
     assert datetime.fromisoformat(warning["time"]).utcoffset() == timedelta(0)
-    assert (access["level"], access["message"], access["file"]) == ("INFO", "access", "test_log.py")
+    assert (access["level"], access["message"], access["file"]) == ("INFO", "access", "access.py")
     assert list(access)[-11:] == NAMES
     assert (access["model"], access["version"], access["id"], access["queue_us"]) == ("a b", 3, "ü", 5)
 
@@ -280,7 +280,7 @@ def test_access_lines_are_written_whatever_levels_are_on(capsys):
     log.flush()
     values = 'protocol="HTTP" model="a b" version=3 id="ü" status="OK" queue_us=5 compute_us=6 total_us=12'
     (line,) = map(DEFAULT.match, capsys.readouterr().out.splitlines())
-    assert (line[1], line[2]) == ("I", "test_log.py")
+    assert (line[1], line[2]) == ("I", "access.py")
     assert line[4] == f"access {values} bytes_in=20 bytes_out=24 responses=1"
 
 
