@@ -237,7 +237,7 @@ def test_outputs_keep_their_names(models, run, tmp_path, monkeypatch):
     [
         pytest.param("m.keras", (), "as a Keras model: ValueError:", marks=TENSORFLOW),
         pytest.param("m.pth", SHAPES, "as a PyTorch module: ", marks=TORCH_HERE),
-        pytest.param("m.pkl", (), "as a scikit-learn model: ", marks=needs("sklearn", "joblib")),
+        pytest.param("m.pkl", (), "as a scikit-learn model: ", marks=needs("sklearn", "joblib", "skl2onnx")),
     ],
 )
 def test_a_file_that_is_no_model(name, options, text, run, tmp_path):

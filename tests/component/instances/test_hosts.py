@@ -240,7 +240,7 @@ async def test_leaving_the_pool_ends_all_processes(make_lab):
         batch = Batch(command("hang"), rows=[1])
         model.instances[0].execute(batch)
         (pid,) = model.pids
-        zygotes = children_of(os.getpid())
+        zygotes = zygotes_of(os.getpid())
     assert not is_alive(pid)
     assert zygotes
     assert not any(map(is_alive, zygotes))
@@ -253,6 +253,12 @@ def children_of(pid):
     ]
 
 
+def zygotes_of(pid):
+    """Other children are not of interest: the tracker of `multiprocessing` lives as long as the tests."""
+    named = b"naiad.instances.zygote"
+    return [child for child in children_of(pid) if named in Path(f"/proc/{child}/cmdline").read_bytes()]
+
+
 async def test_the_end_of_the_server_is_the_end_of_its_hosts(tmp_path):
     """Also when it is killed, and a model is busy."""
     program = tmp_path / "server.py"
@@ -261,14 +267,14 @@ async def test_the_end_of_the_server_is_the_end_of_its_hosts(tmp_path):
 import asyncio, os, signal, sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from instance_lab import Batch, Lab
-from test_hosts import STRINGS, children_of, command
+from test_hosts import STRINGS, zygotes_of, command
 from naiad.instances.hosts import Hosts
 
 async def main():
     async with Hosts(on_log=print, on_call=None) as hosts:
         model = await Lab(hosts, []).load("Misbehaving", STRINGS)
         model.instances[0].execute(Batch(command("hang"), rows=[1]))
-        print(*model.pids, *children_of(os.getpid()), flush=True)
+        print(*model.pids, *zygotes_of(os.getpid()), flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
 
 asyncio.run(main())
@@ -284,7 +290,7 @@ asyncio.run(main())
 
 async def test_a_dead_zygote_is_replaced_and_its_hosts_live_on(lab):
     model = await lab.load("Misbehaving", STRINGS)
-    (zygote,) = children_of(os.getpid())
+    (zygote,) = zygotes_of(os.getpid())
     os.kill(zygote, signal.SIGKILL)
     await until(lambda: not is_alive(zygote))
     assert output(await say(model.instances[0], "hello")) == b"hello"
@@ -300,7 +306,7 @@ async def test_signals_of_a_terminal_leave_zygotes_and_hosts_alone(lab):
     model = await lab.load("Misbehaving", STRINGS)
     for number in signal.SIGINT, signal.SIGTERM:
         os.kill(*model.pids, number)
-        os.kill(*children_of(os.getpid()), number)
+        os.kill(*zygotes_of(os.getpid()), number)
     assert output(await say(model.instances[0], "hello")) == b"hello"
     other = await lab.load("Misbehaving", STRINGS, name="other")
     assert output(await say(other.instances[0], "hello")) == b"hello"
@@ -417,7 +423,7 @@ async def test_nothing_is_left_behind_by_models_that_come_and_go(lab):
     for _ in range(50):
         await round_trip()
     assert state() == before
-    assert children_of(children_of(os.getpid())[0]) == []
+    assert children_of(zygotes_of(os.getpid())[0]) == []
 
 
 async def test_the_last_models_of_a_host_may_leave_together(make_lab):
