@@ -97,7 +97,8 @@ class Engine:
 
     def infer(self, request: InferRequest, sink: ResponseSink, model: Model | None = None) -> Call:
         """Checks a request and submits it. Raises NaiadError for a request that is refused at once; everything later
-        goes to `sink`. `model` is for callers that hold a lease of the version they want."""
+        goes to `sink`. `model` is for callers that have just looked it up, in this turn of the loop, or hold a lease of
+        it."""
         if model is None:
             model = self._table.lookup(request.model_name, request.model_version)
         try:

@@ -40,7 +40,8 @@ class SequenceControl(msgspec.Struct, frozen=True):
 class RequestTrace(Protocol):
     """What the way of a request through the server tells the trace that follows it; see `telemetry.trace`.
 
-    `id` is how model code names it, 0 where model code has none of it, `context` OpenTelemetry's, as JSON. Times are ns of CLOCK_MONOTONIC.
+    `id` is how model code names it, 0 where model code has none of it, `context` OpenTelemetry's, as JSON. Times are ns
+    of CLOCK_MONOTONIC.
     """
 
     id: int

@@ -5,7 +5,6 @@ more, front ends stop accepting, what is in flight gets `--exit-timeout-secs` to
 """
 
 import asyncio
-import gc
 import resource
 import signal
 import time
@@ -22,7 +21,7 @@ from naiad.frontends.access import logged
 from naiad.frontends.grpc.servicer import Servicer
 from naiad.frontends.http.management import Management
 from naiad.frontends.http.metrics import MetricsFrontend
-from naiad.frontends.listening import Listening, listen
+from naiad.frontends.listening import Listening, listen, spare_collector
 from naiad.frontends.processes.link import Behind
 from naiad.frontends.processes.pool import FrontEndProcesses
 from naiad.frontends.processes.regions import SharedRegions
@@ -52,8 +51,6 @@ from naiad.telemetry.trace import TraceSettings
 
 #: How many descriptors the server wants to have, if it may.
 _FILES = 1 << 20
-#: So many objects more than before make the garbage collector look at the youngest.
-_GC_THRESHOLD = 20_000
 
 
 def serve(options: ServerOptions) -> int:
@@ -179,11 +176,7 @@ class Server:
                     self.failed_models = manager.table.failures()
                     self.unreadable = bool(manager.first_snapshot.failures)
                     show_models(log, await engine.index())
-                    # What is there now stays: the collector need not look at it again, which would take tens of ms. Nor
-                    # need it look at some hundred requests in flight, which end without its help.
-                    gc.collect()
-                    gc.freeze()
-                    gc.set_threshold(_GC_THRESHOLD)
+                    spare_collector()
                     if not self.unreadable:
                         # Otherwise the server is neither live nor ready, whatever it serves, as in Triton.
                         engine.started()

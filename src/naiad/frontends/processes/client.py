@@ -189,11 +189,9 @@ class EngineConnection:
 
     # ---------------------------------------------------------------- inference
 
-    def infer(self, request: InferRequest, sink: ResponseSink, over_http: bool) -> "_Call":
+    def infer(self, request: InferRequest, sink: ResponseSink, model: KnownModel, over_http: bool) -> "_Call":
         if self.is_lost:
             raise Unavailable(_LOST)
-        # Asked for once more, as the engine does: it may have changed while the request was read.
-        model = self.model(request.model_name, request.model_version)
         sequence = request.sequence
         followed = request.trace
         number = self._last_call = self._last_call + 1
@@ -335,8 +333,10 @@ class EngineClient:
     def model(self, name: str, version: int = -1) -> KnownModel:
         return self._connection.model(name, version)
 
-    def infer(self, request: InferRequest, sink: ResponseSink, model: object = None) -> _Call:
-        return self._connection.infer(request, sink, self._over_http)
+    def infer(self, request: InferRequest, sink: ResponseSink, model: KnownModel | None = None) -> _Call:
+        if model is None:
+            model = self.model(request.model_name, request.model_version)
+        return self._connection.infer(request, sink, model, self._over_http)
 
 
 class _Times:

@@ -5,7 +5,6 @@ more; signals that a terminal or a service manager sends to all processes are th
 """
 
 import asyncio
-import gc
 import os
 import socket
 import sys
@@ -13,7 +12,7 @@ import sys
 import uvloop
 
 from naiad.errors import NaiadError
-from naiad.frontends.listening import Listening, listen
+from naiad.frontends.listening import Listening, listen, spare_collector
 from naiad.frontends.processes.client import (
     EngineClient,
     EngineConnection,
@@ -54,8 +53,7 @@ async def _serve(sock: socket.socket, requests_fd: int, responses_fd: int) -> No
         except NaiadError as error:
             connection.tell(Started(failure_of(error)))
             return
-        gc.collect()
-        gc.freeze()
+        spare_collector()
         connection.tell(Started(None))
         await connection.stop.wait()
         if connection.is_lost:
