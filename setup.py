@@ -5,9 +5,11 @@ compiled unless asked for: what is edited would not be what runs.
 """
 
 import os
+import shutil
 import sys
 
 from setuptools import Extension, setup
+from setuptools.command.build import build
 
 #: What a request passes on its way. Compiled classes cannot be subclassed by modules that are not.
 HOT_PATH = (
@@ -60,4 +62,12 @@ def compiled() -> list[Extension]:
     return extensions
 
 
-setup(ext_modules=compiled())
+class FreshBuild(build):
+    """A build from nothing: what an earlier one compiled for another list of modules would be installed with it."""
+
+    def run(self) -> None:
+        shutil.rmtree(self.build_lib, ignore_errors=True)
+        super().run()
+
+
+setup(ext_modules=compiled(), cmdclass={"build": FreshBuild})
