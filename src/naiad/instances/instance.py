@@ -22,7 +22,7 @@ class Execution(Protocol):
     """A batch on its way through an instance.
 
     The batch dimension of request i is `rows[i]`; for a model with `max_batch_size` 0 there is one request and
-    its rows count 1 without being a dimension. `cancelled(i)` says whether its client has left.
+    its rows count 1 without being a dimension.
     """
 
     requests: Sequence[InferRequest]

@@ -145,9 +145,6 @@ class _Run:
             raise Internal(f"instance '{instance.name}' is not available")
         instance.execute(self)
 
-    def cancelled(self, index: int) -> bool:
-        return False
-
     def deliver(self, index: int, result: Result | None, final: bool) -> None:
         if isinstance(result, NaiadError) and self._error is None:
             self._error = result

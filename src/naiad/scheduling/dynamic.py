@@ -42,9 +42,6 @@ class Execution:
                 call.request.trace.executing()
                 self.is_traced = True
 
-    def cancelled(self, index: int) -> bool:
-        return self.calls[index].cancelled
-
     def deliver(self, index: int, result: Result | None, final: bool) -> None:
         call = self.calls[index]
         if final:

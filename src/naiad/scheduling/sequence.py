@@ -49,10 +49,6 @@ class SequenceExecution:
                 if step.request.trace is not None:
                     step.request.trace.executing()
 
-    def cancelled(self, index: int) -> bool:
-        step = self.steps[index]
-        return step is not None and step.call.cancelled
-
     def deliver(self, index: int, result: Result | None, final: bool) -> None:
         # Nobody has asked for the row of an empty slot.
         if (step := self.steps[index]) is not None:
@@ -193,9 +189,11 @@ class SequenceScheduler(TurnScheduler):
         self._deliver(step.call.deliver, result, final)
 
     def run_again(self, step: Step) -> None:
-        """The model has given a step back."""
+        """The model has given a step back. One whose client has left is not run again: the model may not have looked."""
         step.execution = None
-        if self._slots.again(step, time.monotonic_ns()):
+        if step.call.cancelled:
+            self._end(step, None)
+        elif self._slots.again(step, time.monotonic_ns()):
             self._statistics.pending += 1
             self._ask()
         else:
@@ -315,7 +313,8 @@ class SequenceScheduler(TurnScheduler):
             if instance.losses != self._losses[number]:
                 self._losses[number] = instance.losses
                 self._down.add(number)
-                self._lose(number, instance, now_ns)
+                if number in self._slots:
+                    self._lose(number, instance, now_ns)
             if number in self._down and instance.is_available and number in self._slots:
                 self._down.remove(number)
                 self._slots.restore(number, now_ns)
@@ -343,8 +342,8 @@ class SequenceScheduler(TurnScheduler):
         for step in steps:
             self._fail(step.call, error)
 
-    def _end(self, step: Step, error: NaiadError, reason: FailureReason = "OTHER") -> None:
-        """Ends a step that was taken, but not by an instance."""
+    def _end(self, step: Step, error: NaiadError | None, reason: FailureReason = "OTHER") -> None:
+        """Ends a step that was taken, but not by an instance; without an error, as cancelled."""
         if step.sequence.running is step:
             self._slots.finish(step, time.monotonic_ns())
         self._fail(step.call, error, reason)

@@ -261,7 +261,6 @@ async def test_cancelling_what_runs_tells_the_instance_and_keeps_the_sequence():
     behind = await lab.send(1)
     call.cancel()
     assert lab.instance.cancelled == [0]
-    assert lab.instance.batch.cancelled(0)
     lab.instance.answer()
     await lab.settle()
     assert len(lab.instance.batch.requests) == 1
@@ -448,6 +447,22 @@ async def test_between_two_iterations_a_request_can_be_cancelled():
     assert lab.statistics.pending == 0
 
 
+async def test_a_request_cancelled_during_an_iteration_is_not_run_again():
+    lab = Lab(config(f"iterative_sequence: true {START}", max_batch_size=1))
+    call = await lab.send(None)
+    waiting = await lab.send(None)
+    call.cancel()
+    batch, lab.instance.batch = lab.instance.batch, None
+    batch.reschedule(0)
+    assert isinstance(call.sink.only, Cancelled)
+    batch.complete(TIMES)
+    await lab.settle()
+    assert [request.sequence.correlation_id for request in lab.instance.batch.requests] == [2]
+    lab.instance.answer()
+    assert isinstance(waiting.sink.only, InferResponse)
+    assert lab.statistics.failures["CANCELED"] == 1
+
+
 # -- implicit state --------------------------------------------------------------------------------------------------
 
 STATE = """state { input_name: "SI" output_name: "SO" data_type: TYPE_INT8 dims: [ -1 ] }
@@ -581,6 +596,17 @@ async def test_a_retired_instance_that_is_lost_is_gone():
     await lab.send(1, "s")
     assert lab.instances[0].batch is None
     assert lab.instances[1].batch is not None
+
+
+async def test_a_retired_instance_that_is_lost_during_its_last_request_is_gone():
+    lab = Lab(config(), instances=2)
+    await lab.send(1, "se")
+    gone = lab.scheduler.retire(lab.instances[0])
+    lab.instances[0].die()
+    call = await lab.send(2, "se")
+    assert gone.is_set()
+    lab.instances[1].answer()
+    assert isinstance(call.sink.only, InferResponse)
 
 
 async def test_an_instance_without_sequences_is_gone_at_once_and_the_backlog_goes_to_new_ones():
