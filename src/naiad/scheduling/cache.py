@@ -215,14 +215,14 @@ class CachingScheduler:
         elapsed_ns = time.monotonic_ns() - start_ns
         if found is not None:
             del self._flights[flight.key]
-            for call in flight.waiting:
+            for call in flight.let_go():
                 self.hit(call, found, elapsed_ns)
         elif flight.waiting:
             self.statistics.infer.cache_miss.add(elapsed_ns)
             try:
                 flight.start()
             except NaiadError as error:
-                for call in flight.waiting:
+                for call in flight.let_go():
                     self.refuse(call, error)
         else:
             del self._flights[flight.key]
@@ -260,7 +260,10 @@ class CachingScheduler:
         if isinstance(result, InferResponse):
             result = msgspec.structs.replace(result.owned(), id="")
             start = time.monotonic_ns()
-            self._store.insert(flight.key, result)
+            try:
+                self._store.insert(flight.key, result)
+            except Exception as error:
+                self.report(f"a response of model '{result.model_name}' could not be kept in the cache", error)
             self.statistics.infer.cache_miss.ns += time.monotonic_ns() - start
 
     def withdraw(self, call: Call) -> None:
@@ -303,7 +306,14 @@ class _Flight:
             self._scheduler.close_flight(self)
             raise
 
+    def let_go(self) -> list[Call]:
+        """Those who wait, to be answered now. Who leaves meanwhile, since another's answer made it, is answered too."""
+        waiting, self.waiting = self.waiting, []
+        return waiting
+
     def leave(self, call: Call) -> None:
+        if call not in self.waiting:
+            return
         self.waiting.remove(call)
         call.fail_cancelled()
         if not self.waiting and self._inner is not None:
@@ -315,10 +325,9 @@ class _Flight:
         """The result of the execution, for all who wait. The execution itself has been counted."""
         scheduler = self._scheduler
         scheduler.landed(self, result)
-        waiting, self.waiting = self.waiting, []
         assert result is not None, "this is a bug: a model with a cache ended without a response"
         elapsed_ns = time.monotonic_ns() - self._started_ns
-        for call in waiting:
+        for call in self.let_go():
             if isinstance(result, InferResponse):
                 if call is self._first:
                     scheduler.deliver(call, msgspec.structs.replace(result, id=call.request.id))

@@ -176,8 +176,8 @@ class Bench:
         self.store = LocalStore(10_000) if store is None else store
         self.cache = CachingScheduler(self.inner, self.store, 1, self.lease.statistics, no_report)
 
-    def submit(self, asked: InferRequest) -> tuple[Call, Sink]:
-        sink = Sink()
+    def submit(self, asked: InferRequest, sink: Sink | None = None) -> tuple[Call, Sink]:
+        sink = sink or Sink()
         self.lease.lease()
         call = Call(asked, 1, None, sink, self.lease, self.cache)
         self.cache.submit(call)
@@ -276,6 +276,55 @@ async def test_what_is_refused_after_the_lookup_is_answered() -> None:
     assert bench.lease.statistics.failures["REJECTED"] == 2
     bench.submit(request())
     assert len(store.lookups) == 2
+
+
+class Impatient(Sink):
+    """Whose first result makes another call leave, as the step of an ensemble that fails does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other: Call | None = None
+
+    def send(self, result: Result | None, final: bool) -> None:
+        super().send(result, final)
+        if self.other is not None:
+            self.other.cancel()
+
+
+@pytest.mark.parametrize("found", [response(), None, NotFound("x"), Unavailable("full")])
+async def test_calls_that_leave_while_the_others_are_answered_are_answered_once(found: Result | None) -> None:
+    bench = Bench(store := SlowStore())
+    impatient = Impatient()
+    bench.submit(request(), impatient)
+    impatient.other, leaving = bench.submit(request())
+    _, last = bench.submit(request())
+
+    def refuse(call: Call) -> None:
+        raise Unavailable("full")
+
+    if isinstance(found, Unavailable):
+        bench.inner.submit = refuse  # type: ignore[method-assign]
+    store.lookups[0].set_result(found if isinstance(found, InferResponse) else None)
+    await turns()
+    if bench.inner.calls:
+        bench.inner.calls[0].deliver(found or response(), True)
+    assert [len(sink.results) for sink in (impatient, leaving, last)] == [1, 1, 1]
+    assert bench.lease.held == 0
+
+
+def test_a_response_that_cannot_be_kept_is_answered() -> None:
+    class Full(LocalStore):
+        def insert(self, key: bytes, response: InferResponse) -> None:
+            raise ValueError("does not fit")
+
+    bench = Bench(Full(10_000))
+    reported: list[str] = []
+    bench.cache.report = lambda text, error: reported.append(text)
+    _, sink = bench.submit(request())
+    bench.inner.calls[0].deliver(response(), True)
+    assert isinstance(sink.results[0], InferResponse)
+    assert reported == ["a response of model 'm' could not be kept in the cache"]
+    assert bench.lease.held == 0
 
 
 async def test_a_lookup_that_fails_is_a_miss() -> None:
