@@ -73,7 +73,7 @@ class ModelLoader:
         settings = dict(self._backend_settings(draft.backend))
         parameters = {key: value.string_value for key, value in draft.proto.parameters.items()}
         path = version_directory / (draft.proto.default_model_filename or f"model.{draft.backend}")
-        shared_code = self._python_based(draft.backend)
+        shared_code = await asyncio.to_thread(self._python_based, draft.backend)
         if shared_code is not None:
             path = shared_code
         interpreter = None
@@ -114,7 +114,8 @@ class ModelLoader:
         )
 
     def _python_based(self, backend: str) -> Path | None:
-        """The model.py of a backend that is written as a Python model for all models that name it."""
+        """The model.py of a backend that is written as a Python model for all models that name it. Reads what is installed:
+        for a thread."""
         if entry_points(group=GROUP, name=backend):
             return None
         path = self._backend_directory / backend / "model.py"
