@@ -1,6 +1,7 @@
 """Clients that do their worst to the HTTP service: right statuses, and nothing is left of them."""
 
 import contextlib
+import json
 import os
 import random
 import resource
@@ -115,6 +116,37 @@ def test_half_closed_sockets_are_let_go(server: Server) -> None:
         for client in clients:
             assert client.recv(10) == b"", "there is nothing to answer"
             client.close()
+
+
+def test_a_client_that_sends_no_more_is_answered_and_what_one_that_has_left_asked_is_not_run(
+    server: Server, tmp_path: Path
+) -> None:
+    def ask(action: str) -> socket.socket:
+        client = connect(server)
+        body = json.dumps({"inputs": [{"name": "DO", "datatype": "BYTES", "shape": [1], "data": [action]}]})
+        client.sendall(request(body.encode(), path="doer/infer"))
+        return client
+
+    def ended(action: str) -> socket.socket:
+        client = ask(action)
+        client.shutdown(socket.SHUT_WR)
+        assert client.recv(100) == b"HTTP/1.1 100 Continue\r\n\r\n"
+        return client
+
+    go, ran = tmp_path / "go", tmp_path / "ran"
+    with nothing_left(server):
+        clients = [ended(f"import os\nwhile not os.path.exists({str(go)!r}): time.sleep(0.01)"), ended("pass")]
+        before = in_flight(server)
+        leaving = ask(f"open({str(ran)!r}, 'w')")
+        until(lambda: in_flight(server) == before + 1, "all are there")
+        leaving.close()
+        until(lambda: in_flight(server) == before, "the one that has left is gone")
+        go.touch()
+        for client in clients:
+            assert status(client) == 200
+            assert client.recv(1) == b""
+            client.close()
+    assert not ran.exists()
 
 
 def test_idle_connections(server: Server) -> None:

@@ -10,6 +10,7 @@ can answer at once does so before the call returns. Knows nothing of routes.
 
 import asyncio
 import enum
+import select
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any, Protocol
@@ -35,6 +36,9 @@ MAX_CHUNKS = 65536
 #: Bodies larger than this get their memory as they come.
 _AT_ONCE = 64 << 20
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+#: How soon a client that sends no more is looked at, then after twice as long each time, and when for the last time.
+_FIRST_LOOK_S = 0.01
+_LAST_LOOK_S = 2.0
 
 Headers = list[tuple[str, str]]
 
@@ -245,6 +249,8 @@ class Connection:
         self._paused = False
         self._drain: asyncio.Future[None] | None = None
         self._closing = False
+        #: The client sends no more.
+        self._ended = False
         #: Loop time of the last progress of a request that is not complete; 0 where none is owed.
         self.waiting_since = 0.0
 
@@ -281,8 +287,35 @@ class Connection:
             leave, request.on_disconnect = request.on_disconnect, None
             leave()
 
-    def eof_received(self) -> None:
-        """The client sends no more, and with TLS hears no more: the transport closes."""
+    def eof_received(self) -> bool:
+        """The client sends no more: whether the transport stays open, to answer what it has sent.
+
+        It may have left as well, which looks the same. So it is told to go on, which a client that waits passes over
+        and to which the system of one that has left answers that nobody is there. That cannot be said with TLS, which
+        has no half-closed connections, to HTTP/1.0, or within a reply: then the client counts as one that has left.
+        """
+        request = self._request
+        if self._state is _State.HANDLING and request is not None:
+            waits = not request.is_answered and not request.head.is_http_1_0
+        else:
+            waits = self._state is _State.HEAD and bool(self._rest)
+        if not waits or self._transport.get_extra_info("sslcontext") is not None:
+            return False
+        self._ended = True
+        self.write(_CONTINUE)
+        self._look(_FIRST_LOOK_S)
+        return True
+
+    def _look(self, next_s: float) -> None:
+        """Hangs up if the client has left. No event says so where nothing is read any more."""
+        if self._transport is None:
+            return
+        poll = select.poll()
+        poll.register(self._transport.get_extra_info("socket").fileno(), 0)
+        if poll.poll(0):
+            self._transport.abort()
+        elif next_s <= _LAST_LOOK_S:
+            asyncio.get_running_loop().call_later(next_s, self._look, 2 * next_s)
 
     def pause_writing(self) -> None:
         self._drain = asyncio.get_running_loop().create_future()
@@ -468,14 +501,18 @@ class Connection:
         if self._paused:
             self._paused = False
             self._transport.resume_reading()
-        if self._rest:
+        if self._rest or self._ended:
             # In a turn of its own: the application that has just answered has not returned yet.
             asyncio.get_running_loop().call_soon(self._go_on)
 
     def _go_on(self) -> None:
-        if self._state is _State.HEAD and self._rest and self._drain is None:
+        if self._state is _State.HEAD and self._drain is None:
             rest, self._rest = self._rest, b""
-            self._receive(rest)
+            if rest:
+                self._receive(rest)
+            if self._ended and not self._rest and self._state not in (_State.HANDLING, _State.CLOSED):
+                self._state = _State.CLOSED
+                self._transport.close()
 
     def _after_refusal(self, request: Exchange, received: bytes) -> None:
         """The request was answered before its body was read: a small body is dropped, for another one we hang up."""

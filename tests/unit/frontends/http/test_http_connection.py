@@ -316,6 +316,57 @@ async def test_a_client_that_leaves_is_noticed_while_its_request_is_handled() ->
         echo.held[0].response_bytes(200, TEXT, b"too late")  # nobody minds
 
 
+async def test_what_a_client_asked_before_it_ended_its_half_is_answered() -> None:
+    async with client() as (echo, reader, writer):
+        later, other, part = (request_bytes("POST", path, b"", {}) for path in ("/later", "/a", "/part"))
+        writer.write(later + other + part[:-5])
+        await echo.got(1)
+        writer.write_eof()
+        assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        echo.held[0].response_bytes(200, TEXT, b"late")
+        assert (await read_answer(reader)).body == b"late"
+        assert (await read_answer(reader)).body == b"POST /a 0"
+        assert await reader.read() == b""
+        assert echo.left == []
+
+
+async def test_what_comes_together_with_the_end_is_answered() -> None:
+    async with served() as (_, _, connect):
+        reader, writer = await connect()
+        writer.write(b"".join(request_bytes("GET", path, b"", {}) for path in ("/a", "/b", "/c")))
+        writer.write_eof()
+        async with asyncio.timeout(20):
+            text = (await reader.read()).replace(b"HTTP/1.1 100 Continue\r\n\r\n", b"")
+        assert [text.find(b"GET " + path) > 0 for path in (b"/a", b"/b", b"/c")] == [True] * 3
+        assert text.count(b"HTTP/1.1 200 OK") == 3
+
+
+async def test_a_client_that_ends_its_half_and_then_leaves_is_let_go_with_its_answer() -> None:
+    async with served() as (echo, listener, connect):
+        reader, writer = await connect()
+        writer.write(request_bytes("POST", "/later", b"", {}))
+        await echo.got(1)
+        writer.write_eof()
+        await reader.readuntil(b"\r\n\r\n")
+        await hang_up(writer)
+        echo.held[0].response_bytes(200, TEXT, b"late")
+        async with asyncio.timeout(20):
+            await listener.connections.gone()
+
+
+async def test_an_old_client_that_sends_no_more_counts_as_one_that_has_left() -> None:
+    """It cannot be asked whether it waits."""
+    async with served() as (echo, listener, connect):
+        reader, writer = await connect()
+        writer.write(b"POST /later HTTP/1.0\r\nContent-Length: 0\r\n\r\n")
+        await echo.got(1)
+        writer.write_eof()
+        async with asyncio.timeout(20):
+            await listener.connections.gone()
+        assert echo.left == ["/later"]
+        assert await reader.read() == b""
+
+
 async def test_chunked_replies_and_their_end() -> None:
     async with client() as (echo, reader, writer):
         writer.write(request_bytes("POST", "/later", b"", {}) + request_bytes("GET", "/next", b"", {}))
