@@ -27,6 +27,8 @@ _LOGGER = logging.getLogger(__name__)
 _EVENTS_AT_ONCE = 64
 #: gRPC's own limit; a longer message would be cut off by its length field.
 _MESSAGE_LIMIT = 2**31 - 1
+#: How long the last replies get to leave.
+_FLUSH_S = 0.2
 
 
 class NativeServer:
@@ -174,10 +176,6 @@ class NativeServer:
     def _note_idle(self) -> None:
         if not self._calls and not self._tasks:
             self._idle.set()
-
-
-#: How long the last replies get to leave.
-_FLUSH_S = 0.2
 
 
 class _UnaryCall:

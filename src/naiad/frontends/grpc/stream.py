@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import AsyncIterable
 from typing import Any
 
-from naiad.errors import Internal, NaiadError, ResourceExhausted, Unavailable
+from naiad.errors import Cancelled, Internal, NaiadError, ResourceExhausted, Unavailable
 from naiad.frontends.grpc.errors import SHUTTING_DOWN, status
 from naiad.frontends.grpc.servicer import Call, Metadata, Model, Servicer
 from naiad.messages import InferResponse, Result
@@ -70,6 +70,10 @@ class Stream:
                 await self._news.wait()
         finally:
             reader.cancel()
+            if self._failure is None:
+                # Nobody reads what models that do not care for cancellation still answer.
+                self._failure = Cancelled("the client has left")
+                self._outbox.clear()
             for call in list(self._calls):
                 call.cancel()
 

@@ -1,10 +1,11 @@
 """POST .../generate and .../generate_stream: one JSON object, or server-sent events. On the event loop."""
 
+import asyncio
 import time
 
 from naiad.errors import InvalidArgument, NaiadError
 from naiad.frontends.http.connection import Exchange
-from naiad.frontends.http.inference import HeaderForwarding, InferenceEngine, ServedModel
+from naiad.frontends.http.inference import LARGE, HeaderForwarding, InferenceEngine, ServedModel
 from naiad.frontends.http.replies import EVENTS, JSON
 from naiad.frontends.http.streaming import Message, Messages, send_all
 from naiad.messages import InferResponse, Result
@@ -35,6 +36,8 @@ class _Responses:
         self.refusal: NaiadError | None = None
 
     def send(self, result: Result | None, final: bool) -> None:
+        if self.messages.is_abandoned:
+            return
         if isinstance(result, NaiadError) and result.refused:
             self.refusal = result
         elif result is not None:
@@ -88,7 +91,12 @@ class Generation:
         body = exchange.body
         forwarded = self._forwarding(headers)
         start_ns = time.monotonic_ns() if self._traces.active else 0
-        request = decode_generate(body, model.config, version, forwarded, self._max_input_size)
+        if len(body) < LARGE:
+            request = decode_generate(body, model.config, version, forwarded, self._max_input_size)
+        else:
+            request = await asyncio.to_thread(
+                decode_generate, body, model.config, version, forwarded, self._max_input_size
+            )
         if start_ns:
             request = self._traces.follow(request, "HTTP", start_ns, headers.get)
         responses = _Responses(keep_all=stream)
@@ -105,7 +113,7 @@ class Generation:
                 await _single(exchange, responses)
         finally:
             if not messages.final:
-                # The client has gone, or reads too slowly.
+                messages.abandon()
                 call.cancel()
 
 

@@ -3,6 +3,7 @@
 Handlers read the request, ask the engine or the object concerned, and write the answer. On the event loop.
 """
 
+import asyncio
 import base64
 import binascii
 from collections.abc import Awaitable, Mapping
@@ -11,6 +12,7 @@ from typing import Any, Protocol
 from naiad.config.model_config import ModelConfig
 from naiad.errors import Internal, InvalidArgument, NotFound, Unsupported
 from naiad.frontends.http.connection import Exchange
+from naiad.frontends.http.inference import LARGE
 from naiad.frontends.http.replies import JSON, PLAIN, reply_json
 from naiad.messages import IndexEntry, ModelMetadata, ModelStatistics, ServerMetadata
 from naiad.protocol import documents
@@ -103,17 +105,10 @@ class Management:
         reply_json(exchange, documents.index(await self._engine.index(ready)))
 
     async def load(self, exchange: Exchange, name: str) -> None:
-        parameters: dict[str, str | bytes] = {}
-        document = _document(exchange)
-        if "parameters" in document:
-            given = members(document["parameters"])
-            for key in given:
-                if key == "config":
-                    parameters[key] = string_member(given, key)
-                elif key.startswith("file:"):
-                    parameters[key] = _from_base64(string_member(given, key), f"'{key}' must be valid base64")
-                else:
-                    raise Internal("unexpected error on creating Triton parameter")
+        if len(exchange.body) < LARGE:
+            parameters = _load_parameters(exchange)
+        else:
+            parameters = await asyncio.to_thread(_load_parameters, exchange)
         await self._engine.load(name, parameters)
         exchange.response_empty(200, JSON)
 
@@ -207,6 +202,22 @@ def _document(exchange: Exchange) -> Mapping[str, Any]:
         return {}
     document = parse(body)
     return document if type(document) is dict else {}
+
+
+def _load_parameters(exchange: Exchange) -> dict[str, str | bytes]:
+    """The configuration and the files that come with a load request."""
+    parameters: dict[str, str | bytes] = {}
+    document = _document(exchange)
+    if "parameters" in document:
+        given = members(document["parameters"])
+        for key in given:
+            if key == "config":
+                parameters[key] = string_member(given, key)
+            elif key.startswith("file:"):
+                parameters[key] = _from_base64(string_member(given, key), f"'{key}' must be valid base64")
+            else:
+                raise Internal("unexpected error on creating Triton parameter")
+    return parameters
 
 
 def _expect_region_name(name: str, kind: str) -> None:

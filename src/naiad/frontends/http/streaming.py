@@ -43,7 +43,7 @@ class Message:
 class Messages:
     """What waits to be sent to one client, in order."""
 
-    __slots__ = ("_wake", "backlog", "final", "waiting")
+    __slots__ = ("_wake", "backlog", "final", "is_abandoned", "waiting")
 
     def __init__(self) -> None:
         self._wake = asyncio.Event()
@@ -51,6 +51,8 @@ class Messages:
         self.backlog = 0
         #: No more will come.
         self.final = False
+        #: Nobody sends what comes.
+        self.is_abandoned = False
 
     def add(self, message: Message) -> None:
         self.waiting.append(message)
@@ -64,6 +66,11 @@ class Messages:
         """Returns when there is something new since the last time."""
         await self._wake.wait()
         self._wake.clear()
+
+    def abandon(self) -> None:
+        """The client has gone, or reads too slowly: what its model still makes is dropped."""
+        self.is_abandoned = True
+        self.waiting.clear()
 
     async def take(self, frame: bytes) -> bytes:
         """The messages that have gathered, each in `frame`."""
@@ -113,6 +120,8 @@ class _Reply:
         self.error: NaiadError | None = None
 
     def send(self, result: Result | None, final: bool) -> None:
+        if self.messages.is_abandoned:
+            return
         if isinstance(result, NaiadError):
             if final and not self.begun:
                 self.error = result
@@ -189,5 +198,5 @@ class Streaming:
             await send_all(exchange, messages, lambda: 200, headers, frame, failure(_TOO_SLOW, final=True))
         finally:
             if not messages.final:
-                # The client has gone, or reads too slowly.
+                messages.abandon()
                 call.cancel()

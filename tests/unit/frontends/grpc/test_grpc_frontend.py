@@ -388,6 +388,19 @@ async def test_leaving_a_stream_cancels_what_runs_in_it(connect: Connect) -> Non
             call.sink.send(Cancelled("gone"), True)
 
 
+async def test_what_a_model_makes_for_a_client_that_has_left_is_not_kept(connect: Connect) -> None:
+    async with connect() as connection:
+        stream = connection.stub.ModelStreamInfer()
+        await stream.write(ask("held_decoupled"))
+        call = await connection.engine.calls.get()
+        stream.cancel()
+        await asyncio.wait_for(call.cancelled.wait(), 5)
+        message = Tensor("OUTPUT0", DataType.FP32, (1, 1), bytes(4))
+        call.respond(message, final=False)
+        assert not call.sink._stream._outbox  # type: ignore[attr-defined]
+        call.sink.send(Cancelled("gone"), True)
+
+
 async def test_a_client_that_does_not_read_is_not_read_from(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("naiad.frontends.grpc.stream._OUTBOX_LIMIT", 1)
     async with connect() as connection:

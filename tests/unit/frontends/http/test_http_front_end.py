@@ -1,10 +1,12 @@
 """The HTTP front end through a real socket, with an engine whose models are in memory."""
 
 import asyncio
+import base64
 import gzip
 import json
 import socket
 import struct
+import threading
 import uuid
 import zlib
 from collections.abc import AsyncIterator, Iterator
@@ -17,6 +19,7 @@ from http_fake_engine import FakeEngine, FakeSettings
 from http_raw_client import Client, read_answer, request_bytes
 
 from naiad.errors import InvalidArgument, Unavailable
+from naiad.frontends.http import generate, management
 from naiad.frontends.http.app import HttpFrontend
 from naiad.frontends.http.metrics import MetricsFrontend
 from naiad.messages import SequenceControl
@@ -517,6 +520,16 @@ class TestManagement:
         await client.post("/v2/repository/models/m/unload", {"parameters": {"unload_dependents": True}})
         assert engine.loaded == [("m", {}), ("m", {"config": "{}", "file:1/model.py": b"abc"}), ("m", True)]
 
+    async def test_large_files_of_a_load_are_read_in_a_thread(
+        self, client: Client, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        threads = note_threads(monkeypatch, management, "parse")
+        content = bytes(1 << 20)
+        file = base64.b64encode(content).decode()
+        await client.post("/v2/repository/models/m/load", {"parameters": {"file:1/model.onnx": file}})
+        assert engine.loaded == [("m", {"file:1/model.onnx": content})]
+        assert threads == [False]
+
     @pytest.mark.parametrize(
         ("body", "error"),
         [
@@ -664,6 +677,19 @@ def words(*texts: str) -> list[dict[str, Any]]:
     ]
 
 
+def note_threads(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> list[bool]:
+    """Of each call of a function, whether it was made on the event loop's thread."""
+    function = getattr(module, name)
+    on_loop: list[bool] = []
+
+    def noted(*given: Any) -> Any:
+        on_loop.append(threading.current_thread() is threading.main_thread())
+        return function(*given)
+
+    monkeypatch.setattr(module, name, noted)
+    return on_loop
+
+
 class TestGenerate:
     async def test_one(self, client: Client) -> None:
         answer = await client.post("/v2/models/gen_plain/generate", {"text_input": "hello", "id": "x"})
@@ -682,6 +708,13 @@ class TestGenerate:
         answer = await client.post("/v2/models/gen_decoupled/generate", {"text_input": "one two"})
         assert answer.status == 200
         assert answer.json["error"].startswith("generate expects model to produce exactly 1 response")
+
+    async def test_large_requests_are_read_in_a_thread(self, client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+        threads = note_threads(monkeypatch, generate, "decode_generate")
+        for size in (10, 1 << 20):
+            answer = await client.post("/v2/models/gen_plain/generate", {"text_input": "x" * size})
+            assert answer.json["length"] == size
+        assert threads == [True, False]
 
     async def test_no_response(self, client: Client) -> None:
         assert (await client.post("/v2/models/gen_decoupled/generate", {"text_input": ""})).status == 200

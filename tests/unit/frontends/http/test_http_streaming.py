@@ -171,6 +171,26 @@ async def test_a_client_that_leaves_cancels_its_call(client: Client, engine: Fak
         await asyncio.wait_for(call.cancelled.wait(), 10)
 
 
+@pytest.mark.parametrize("path", [HELD, "/v2/models/held/generate_stream"])
+async def test_what_a_model_makes_for_a_client_that_has_left_is_not_kept(
+    client: Client, engine: FakeEngine, path: str
+) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", client.port)
+    body = INTS if path == HELD else {"INPUT0": [1]}
+    writer.write(request_bytes("POST", path, json.dumps(body).encode(), {}))
+    call = await engine.calls.get()
+    call.send({"OUTPUT0": np.array([1], np.int32)}, False)
+    await reader.readuntil(b"\n\n")
+    writer.close()
+    await asyncio.wait_for(call.cancelled.wait(), 10)
+    call.cancelled.clear()
+    call.send({"OUTPUT0": np.array([2], np.int32)}, False)
+    # Where the response is sent it shows that nobody is there.
+    await asyncio.wait_for(call.cancelled.wait(), 10)
+    call.send({"OUTPUT0": np.array([3], np.int32)}, False)
+    assert not call.sink.messages.waiting  # type: ignore[attr-defined]
+
+
 async def test_a_client_that_does_not_read_is_not_waited_for(
     client: Client, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
