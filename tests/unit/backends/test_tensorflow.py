@@ -20,6 +20,8 @@ from naiad.errors import Internal, InvalidArgument, NaiadError, Unavailable
 
 tf = pytest.importorskip("tensorflow")
 
+from tensorflow.python.saved_model import loader_impl  # noqa: E402
+
 from naiad.backends.tensorflow import TensorflowBackend, options  # noqa: E402
 from naiad.backends.tensorflow.graphs import _MOST_CALLS  # noqa: E402
 
@@ -199,6 +201,15 @@ def test_graphs_of_other_tags_have_their_own_operations(context: Context) -> Non
 
     made = context(SAVED_MODEL, write, **BATCH, **parameters(TF_GRAPH_TAG="plus"))
     assert answer(TensorflowBackend(made, CPU)).tolist() == [[101, 102, 103, 104]]
+
+
+def test_a_file_is_read_once(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = context(SAVED_MODEL, TWICE, **BATCH)
+    read: list[str] = []
+    parse = loader_impl.parse_saved_model
+    monkeypatch.setattr(loader_impl, "parse_saved_model", lambda path: (read.append(path), parse(path))[1])
+    TensorflowBackend(made, CPU)
+    assert read == [str(made.path)]
 
 
 def test_a_frozen_model_still_lists_its_variables(context: Context, services: Services) -> None:

@@ -20,6 +20,7 @@ from naiad.backends.tensorflow.graphs import (
     load_libraries,
     read_graph_def,
     read_saved_model,
+    served_signature,
     translated,
 )
 from naiad.backends.tensorflow.options import file_format, log, read_options
@@ -47,7 +48,7 @@ class TensorflowBackend(ArrayBackend):
             return None  # loading says so, with the instance's name
         try:
             if is_saved_model:
-                signature, _ = read_saved_model(model, options)
+                signature, _ = served_signature(model, read_saved_model(model), options)
             else:
                 signature = graph_signature(model, import_graph_def(read_graph_def(model), None, clear_devices=True))
         except Exception as error:

@@ -50,14 +50,18 @@ _MOST_CALLS = 32
 # --- SavedModels --------------------------------------------------------------------------------------------------
 
 
-def read_saved_model(model: ModelContext, options: Options) -> tuple[Signature, list[str]]:
-    """The signature that is to be served, and all tags of its graph. Raises NaiadError with TensorFlow's reason."""
+def read_saved_model(model: ModelContext) -> Any:
+    """TensorFlow's loader, which has read the file. Raises Internal with TensorFlow's reason."""
     try:
-        saved_model = loader_impl.parse_saved_model(str(model.path))
+        return loader_impl.SavedModelLoader(str(model.path))
     except (OSError, DecodeError) as error:
         raise Internal(str(error)) from error
+
+
+def served_signature(model: ModelContext, loader: Any, options: Options) -> tuple[Signature, list[str]]:
+    """The signature that is to be served, and all tags of its graph. Raises NaiadError where there is none."""
     wanted = options.graph_tag or _SERVE
-    graphs = [graph for graph in saved_model.meta_graphs if wanted in graph.meta_info_def.tags]
+    graphs = [graph for graph in loader.saved_model.meta_graphs if wanted in graph.meta_info_def.tags]
     if not graphs:
         raise Internal(f"unable to load model '{model.name}', expected '{wanted}' tag")
     # A graph tagged with nothing else first.
@@ -187,12 +191,13 @@ class GraphSession:
         device = {"KIND_CPU": "/cpu:0", "KIND_GPU": f"/gpu:{instance.device_id}"}.get(instance.kind)
         try:
             if is_saved_model:
-                self.signature, tags = read_saved_model(model, options)
+                loader = read_saved_model(model)
+                self.signature, tags = served_signature(model, loader, options)
                 graph = tf.Graph()
                 self._session = tf.compat.v1.Session(graph=graph, config=config)
                 self._check_device(model, instance)
                 with graph.as_default(), graph.device(device):
-                    self._load_saved_model(model, graph, tags, clear_devices=placed)
+                    self._load_saved_model(model, loader, graph, tags, clear_devices=placed)
             else:
                 graph_def = read_graph_def(model)
                 graph = import_graph_def(graph_def, device, clear_devices=placed)
@@ -206,8 +211,9 @@ class GraphSession:
         except Exception as error:
             raise translated(error) from error
 
-    def _load_saved_model(self, model: ModelContext, graph: Any, tags: list[str], clear_devices: bool) -> None:
-        loader = loader_impl.SavedModelLoader(str(model.path))
+    def _load_saved_model(
+        self, model: ModelContext, loader: Any, graph: Any, tags: list[str], clear_devices: bool
+    ) -> None:
         saver, _ = loader.load_graph(graph, tags, clear_devices=clear_devices)
         # Of a model that was frozen there may be what restores variables, and no file of them. TensorFlow's loader in
         # C++, which is Triton's, goes on; that in Python does not.
