@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 from naiad.backends.python import calls, current
 from naiad.backends.python.failures import TritonModelException
+from naiad.backends.python.texts import text
 from naiad.errors import NaiadError
 
 #: So many exchanges a second are spent on notes, and so many more after a pause.
@@ -36,7 +37,8 @@ class MetricFamily:
     HISTOGRAM: ClassVar = MetricKind.HISTOGRAM
 
     def __init__(self, name: str, description: str, kind: MetricKind) -> None:
-        self._name = name
+        self._name = name = text(name, "MetricFamily needs a str as its name")
+        description = text(description, "MetricFamily needs a str as its description")
         self._kind = MetricKind(kind)
         self._notes = notes_of(current.instance())
         self._alive = [True]

@@ -27,6 +27,7 @@ from naiad.backends.python.request import (
 from naiad.backends.python.response import InferenceResponse, TritonError
 from naiad.backends.python.sender import InferenceResponseSender
 from naiad.backends.python.tensor import Tensor
+from naiad.backends.python.texts import text
 from naiad.datatypes import DataType
 
 __all__ = [
@@ -159,6 +160,8 @@ def get_model_dir() -> str:
 
 def load_model(model_name: str, config: str = "", files: dict[str, bytes] | None = None) -> None:
     """Loads a model and waits until it is ready. Raises TritonModelException."""
+    model_name = text(model_name, "load_model needs a str as model_name")
+    config = text(config, "load_model needs a str as config")
     if files is not None and not isinstance(files, dict):
         raise TritonModelException(
             f"failed to load model '{model_name}', files should be a dictionary of file paths and file contents"
@@ -168,11 +171,13 @@ def load_model(model_name: str, config: str = "", files: dict[str, bytes] | None
 
 def unload_model(model_name: str, unload_dependents: bool = False) -> None:
     """Raises TritonModelException."""
+    model_name = text(model_name, "unload_model needs a str as model_name")
     current.instance().ask("unload_model", calls.UnloadCall(model_name, unload_dependents), "Failed to unload model")
 
 
 def is_model_ready(model_name: str, model_version: str = "") -> bool:
     """Raises TritonModelException for a version that is no number, or a model that is unknown."""
+    model_name = text(model_name, "is_model_ready needs a str as model_name")
     failed = "Failed to check model readiness"
     instance = current.instance()
     version = -1
@@ -230,7 +235,6 @@ class Logger:
 
 
 def _log(message: str, level: Literal["ERROR", "WARNING", "INFO", "VERBOSE"] | str) -> None:
-    if not isinstance(message, str):
-        raise TypeError(f"Logger needs a str, got {type(message)}")
+    message = text(message, "Logger needs a str")
     caller = sys._getframe(2)
     current.instance().services.log(level, message, caller.f_code.co_filename, caller.f_lineno)  # type: ignore[arg-type]

@@ -17,6 +17,7 @@ from naiad.backends.python.failures import TritonModelException
 from naiad.backends.python.response import ErrorCode, InferenceResponse, TritonError, checked_parameters
 from naiad.backends.python.sender import InferenceResponseSender
 from naiad.backends.python.tensor import Tensor, host_array, of_array
+from naiad.backends.python.texts import plain, text
 from naiad.datatypes import DataType
 from naiad.errors import NaiadError
 
@@ -88,6 +89,8 @@ class InferenceRequest:
     ) -> None:
         if inputs is None or requested_output_names is None or model_name is None:
             raise TypeError("InferenceRequest needs inputs, requested_output_names and model_name")
+        request_id = text(request_id, "InferenceRequest needs a str as request_id")
+        model_name = text(model_name, "InferenceRequest needs a str as model_name")
         where = f"for request with id '{request_id}' and model name '{model_name}' should not be empty."
         tensors = list(inputs)
         for tensor in tensors:
@@ -97,21 +100,19 @@ class InferenceRequest:
                 raise TypeError(f"InferenceRequest needs a list of Tensor objects, got one of {type(tensor)}")
         if isinstance(requested_output_names, str):
             raise TypeError("InferenceRequest needs a list of requested_output_names, got <class 'str'>")
-        if not all(isinstance(name, str) for name in requested_output_names):
-            raise TypeError("InferenceRequest needs a str for each of requested_output_names")
-        if not all(requested_output_names):
+        needs = "InferenceRequest needs a str for each of requested_output_names"
+        outputs = tuple(dict.fromkeys([text(name, needs) for name in requested_output_names]))
+        if not all(outputs):
             raise TritonModelException(f"Requested output name {where}")
         numbers = (correlation_id, model_version, flags, timeout)
-        if any(number is None for number in numbers) or not isinstance(request_id, str):
-            raise TypeError(
-                "InferenceRequest takes no None as request_id, correlation_id, model_version, flags or timeout"
-            )
+        if any(number is None for number in numbers):
+            raise TypeError("InferenceRequest takes no None as correlation_id, model_version, flags or timeout")
         if not isinstance(correlation_id, (int, str)):
             raise TritonModelException("Correlation ID must be integer or string")
         self._request_id = request_id
-        self._correlation_id = correlation_id
+        self._correlation_id = plain(correlation_id) if isinstance(correlation_id, str) else correlation_id
         self._inputs = tensors
-        self._outputs = tuple(dict.fromkeys(requested_output_names))
+        self._outputs = outputs
         self._model_name = model_name
         self._model_version = model_version
         self._flags = flags

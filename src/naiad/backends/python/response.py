@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from naiad.backends.api import BackendResponse
 from naiad.backends.python.failures import TritonModelException
 from naiad.backends.python.tensor import Tensor, host_array
+from naiad.backends.python.texts import plain, text
 from naiad.errors import NaiadError, from_triton_code
 from naiad.messages import ParameterValue
 
@@ -40,9 +41,7 @@ class TritonError:
     __slots__ = ("_code", "_message")
 
     def __init__(self, message: str, code: ErrorCode = ErrorCode.INTERNAL) -> None:
-        if not isinstance(message, str):
-            raise TypeError(f"TritonError needs a str as its message, got {type(message)}")
-        self._message = message
+        self._message = text(message, "TritonError needs a str as its message")
         self._code = ErrorCode(code)
 
     def message(self) -> str:
@@ -102,7 +101,7 @@ def checked_parameters(parameters: Mapping[str, Any]) -> dict[str, ParameterValu
             raise TritonModelException(f"Expect parameters keys to have type str, found type {type(key)}")
         if not isinstance(value, (bool, int, str)):
             raise TritonModelException(f"Expect parameters values to have type bool/int/str, found type {type(value)}")
-    return dict(parameters)
+    return {plain(key): plain(value) if isinstance(value, str) else value for key, value in parameters.items()}
 
 
 def result(response: InferenceResponse, wanted: Sequence[str]) -> BackendResponse | NaiadError:

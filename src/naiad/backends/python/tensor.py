@@ -9,6 +9,7 @@ import numpy.typing as npt
 from naiad import datatypes
 from naiad.backends.python import dlpack
 from naiad.backends.python.failures import TritonModelException
+from naiad.backends.python.texts import text
 from naiad.datatypes import DataType
 
 Array = npt.NDArray[Any]
@@ -30,8 +31,8 @@ class Tensor:
     _device: dlpack.DeviceTensor
 
     def __init__(self, name: str, numpy_array: Array) -> None:
-        if not isinstance(name, str):
-            raise TypeError(f"Tensor needs a str as its name, got {type(name)}")
+        if type(name) is not str:
+            name = text(name, "Tensor needs a str as its name")
         if not isinstance(numpy_array, np.ndarray):
             raise TypeError(f"Tensor '{name}' needs a numpy.ndarray, got {type(numpy_array)}")
         if not name:

@@ -1,5 +1,6 @@
 """Calls of other models, and of the server, from a model."""
 
+import enum
 import threading
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,50 @@ def test_everything_of_a_request_arrives(services: FakeServices) -> None:
     (tensor,) = call.inputs
     assert (tensor.name, tensor.datatype, tensor.shape, bytes(tensor.data)) == ("X", 2, (1,), b"\x07")
     assert calls.read(encoded(call), InferCall) == call
+
+
+class Name(str, enum.Enum):  # noqa: UP042
+    """Not a StrEnum: str() of a member is "Name.X"."""
+
+    X = "X"
+
+
+@pytest.mark.parametrize("text", [np.str_, str.encode, lambda text: bytearray(text, "utf-8")])
+def test_names_may_be_elements_of_a_tensor(services: FakeServices, text: Any) -> None:
+    answers = {"infer": InferAnswer(), "load_model": None, "unload_model": None, "is_model_ready": True}
+    services.answers |= {method: lambda _, answer=answer: answer for method, answer in answers.items()}
+    InferenceRequest(
+        model_name=text("ñ"),
+        inputs=[Tensor(text("X"), np.zeros(1))],
+        requested_output_names=[text("Y")],
+        request_id=text("r"),
+        parameters={np.str_("k"): np.str_("v")},
+        correlation_id=np.str_("s"),
+    ).exec()
+    pb_utils.load_model(text("n"), text("{}"))
+    pb_utils.unload_model(text("n"))
+    assert pb_utils.is_model_ready(text("n"))
+    asked = [msgspec.msgpack.decode(msgspec.msgpack.encode(call)) for _, call in services.asked]
+    assert {key: asked[0][key] for key in ("model_name", "outputs", "request_id", "correlation_id", "parameters")} == {
+        "model_name": "ñ",
+        "outputs": ["Y"],
+        "request_id": "r",
+        "correlation_id": "s",
+        "parameters": {"k": "v"},
+    }
+    assert asked[0]["inputs"][0]["name"] == "X"
+    assert [call["name"] for call in asked[1:]] == ["n"] * 3
+    assert asked[1]["config"] == "{}"
+    assert pb_utils.TritonError(text("m")).message() == "m"
+    assert Tensor(Name.X, np.zeros(1)).name() == "X"
+
+
+def test_what_is_no_text_is_no_name() -> None:
+    for more in ({"model_name": 3}, {"model_name": "n", "request_id": None}):
+        with pytest.raises(TypeError, match="InferenceRequest needs a str as"):
+            InferenceRequest(inputs=[], requested_output_names=["Y"], **more)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="each of requested_output_names, got <class 'int'>"):
+        InferenceRequest(inputs=[], requested_output_names=b"Y", model_name="n")  # type: ignore[arg-type]
 
 
 def test_a_request_can_be_asked_for_what_it_was_made_of() -> None:

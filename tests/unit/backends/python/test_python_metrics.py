@@ -71,7 +71,7 @@ def made(server: Server, kind: Any, buckets: list[float] | None = None) -> tuple
 
 
 def test_families_and_metrics_are_announced_at_once(server: Server) -> None:
-    family = MetricFamily(name="f", description="text", kind=MetricFamily.HISTOGRAM)
+    family = MetricFamily(name=b"f", description=b"text", kind=MetricFamily.HISTOGRAM)  # type: ignore[arg-type]
     metric = family.Metric(buckets=[1, 2])
     assert server.got(2) == [NewFamily("f", "text", "histogram"), NewMetric("f", {}, (1.0, 2.0))]
     unbounded = family.Metric(labels={"a": "b"}, buckets=[])
