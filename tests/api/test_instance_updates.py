@@ -199,6 +199,23 @@ def test_no_request_is_lost_while_instances_come_and_go(explicit, counted):
     explicit.http.unload(name)
 
 
+def test_an_ensemble_goes_on_with_the_other_instances_of_its_member(explicit, client, counted):
+    ensemble = f"{counted.name}_e"
+    explicit.repository.ensemble(ensemble, counted.name)
+    client.load(ensemble)
+    client.do(ensemble)
+    counted.instances(2)
+    client.load(counted.name)
+    assert client.do(ensemble) == f"{counted.name} 1"
+    assert client.statistics(ensemble)["inferences"] == 2
+    counted.write()
+    client.load(counted.name)
+    client.do(ensemble)
+    assert client.statistics(ensemble)["inferences"] == 1
+    client.unload(ensemble, dependents=True)
+    client.unload(counted.name)
+
+
 def test_an_instance_ends_what_it_runs_before_it_leaves(explicit, client, counted, tmp_path):
     counted.instances(2)
     client.load(counted.name)
@@ -247,7 +264,7 @@ def test_old_instances_serve_while_a_new_one_begins(explicit, client, name, tmp_
     client.unload(name)
 
 
-def test_an_unload_during_an_update_wins(explicit, client, name, tmp_path):
+def test_an_unload_during_an_update_waits_for_it(explicit, client, name, tmp_path):
     begun, go_on = tmp_path / "begun", tmp_path / "go"
     begin = f"""
         if args["model_instance_name"].endswith("_1"):
@@ -258,10 +275,13 @@ def test_an_unload_during_an_update_wins(explicit, client, name, tmp_path):
     counted.instances(2)
     update = explicit.ask(client.load, name)
     until(begun.exists, "the new instance begins")
-    client.unload(name)
-    assert "no version is available" in error_of(update.result, 60)
-    assert "has no available versions" in error_of(client.do, name)
+    unload = explicit.ask(client.unload, name)
+    with pytest.raises(TimeoutError):
+        unload.result(0.2)
     go_on.touch()
+    update.result(60)
+    unload.result(60)
+    assert "has no available versions" in error_of(client.do, name)
     until(lambda: client.index()[name, "1"] == ("UNAVAILABLE", "unloaded"), "the model is unloaded")
     until(lambda: not explicit.named(f"naiad:{name}"), "all hosts have ended")
     client.load(name)
@@ -371,7 +391,7 @@ def test_wherever_the_instances_run(repository, isolation):
             server.grpc.load("text")
             assert server.http.config("text")["instance_group"][0]["count"] == count
             assert server.http.is_model_ready("text")
-        assert server.log.count("successfully loaded 'text'") == 1
+        assert server.log.count("updated 'text' version 1: ") == 3
         server.grpc.unload("text")
         until(lambda: server.http.index()["text", "1"] == ("UNAVAILABLE", "unloaded"), "the model is unloaded")
         assert server.http.is_model_ready("other")

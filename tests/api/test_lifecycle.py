@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 
 import pytest
 from served import DOER_CONFIG, Gate, Repository, Server, error_of, put, until
@@ -120,31 +121,20 @@ def test_a_load_of_newer_files_during_a_load_ends_with_the_newer_ones(explicit, 
     client.unload(name)
 
 
-def test_an_unload_during_a_load_wins(explicit, client, name, tmp_path):
+def test_an_unload_during_a_load_waits_for_it(explicit, client, name, tmp_path):
     text, begun, go_on = blocking_load(tmp_path, "load")
     explicit.repository.doer(name, initialize=text)
     loading = explicit.ask(client.load, name)
     until(begun.exists, "the load has begun")
-    client.unload(name)
-    assert "no version is available" in error_of(loading.result, 60)
+    unloading = explicit.ask(client.unload, name)
+    with pytest.raises(TimeoutError):
+        unloading.result(0.2)
     go_on.touch()
-    until(lambda: not explicit.named(f"naiad:{name}"), "its host has ended")
+    loading.result(60)
+    unloading.result(60)
+    assert "has no available versions" in error_of(client.do, name)
     until(lambda: client.index().get((name, "1")) == ("UNAVAILABLE", "unloaded"), "the model is unloaded")
-    client.load(name)
-    assert client.do(name) == f"{name} 1"
-    client.unload(name)
-
-
-def test_a_load_that_fails_during_an_unload_leaves_nothing(explicit, client, name, tmp_path):
-    text, begun, go_on = blocking_load(tmp_path, "load")
-    explicit.repository.doer(name, initialize=text + "\n        raise ValueError('no')")
-    loading = explicit.ask(client.load, name)
-    until(begun.exists, "the load has begun")
-    client.unload(name)
-    error_of(loading.result, 60)
-    go_on.touch()
     until(lambda: not explicit.named(f"naiad:{name}"), "its host has ended")
-    explicit.repository.doer(name)
     client.load(name)
     assert client.do(name) == f"{name} 1"
     client.unload(name)
@@ -484,6 +474,19 @@ def test_polling_follows_the_repository(repository, tmp_path):
         os.rename(tmp_path / "deleted", repository.path / "deleted")
         until(lambda: client.is_model_ready("deleted"), "the model that is back serves")
         assert client.do("deleted") == "deleted 1"
+
+
+def test_a_model_that_goes_while_it_is_polled_in_is_given_up(repository, tmp_path):
+    text, begun, go_on = blocking_load(tmp_path, "load")
+    with Server(repository, flags=("--model-control-mode=poll", "--repository-poll-secs=1")).started() as server:
+        repository.doer("gone", initialize=text)
+        until(begun.exists, "the load has begun")
+        shutil.rmtree(repository.path / "gone")
+        repository.doer("there")
+        until(lambda: server.http.is_model_ready("there"), "the repository has been read again")
+        go_on.touch()
+        until(lambda: not server.named("naiad:gone"), "its host has ended")
+        assert "has no available versions" in error_of(server.http.do, "gone")
 
 
 def test_polling_waits_until_a_model_is_written(repository, tmp_path):

@@ -6,7 +6,8 @@ as tasks beside each other, a model that fails never takes another along, and wh
 """
 
 import asyncio
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Iterable, Mapping
+from itertools import takewhile
 from typing import Any, Literal, Protocol
 
 from naiad.config.read import Draft
@@ -80,8 +81,9 @@ class ModelManager:
         #: Those of them that load something.
         self._loads: set[asyncio.Task[None]] = set()
         self._accepting = True
-        #: Serialises what reads the repository for a request, so that two of them do not read in between each other.
-        self._requests = asyncio.Lock()
+        #: The models of each request that loads or unloads, in the order the requests came.
+        self._requests: list[set[str]] = []
+        self._takeovers = 0
 
     def __repr__(self) -> str:
         return f"<ModelManager {self.mode}, {len(self._records)} models>"
@@ -148,7 +150,8 @@ class ModelManager:
                 snapshot = await self._sources.scan([name])
                 if name in snapshot.models:
                     member = await self._sources.read(snapshot.models[name])
-                    self._take_source(record, member)
+                    if record.source is None:  # nobody else has read it meanwhile
+                        self._take_source(record, member)
                     await self._want_members(member)
 
     async def names(self) -> Mapping[str, int]:
@@ -159,16 +162,29 @@ class ModelManager:
         """Loads or reloads a model and returns when it serves. Raises with the reason when it does not."""
         self._require_explicit()
         check_model_name(name)
-        async with self._requests:
-            source = await self._source_for(name, parameters)
+        models = self._begin_request(name)
+        try:
+            record = await self._load(name, parameters, models)
+        finally:
+            self._end_request(models)
+        # As in Triton: what has gone is gone when the answer comes, memory included.
+        if record.leaving:
+            await asyncio.wait(record.leaving)
+
+    async def _load(self, name: str, parameters: Mapping[str, str | bytes], models: set[str]) -> Record:
+        await self._turn(models)
+        source = await self._source_for(name, parameters)
+        source.uses += 1
+        try:
             record = self._record(name)
             if isinstance(source.draft, NaiadError):
-                await self._sources.discard(source)
                 record.error = source.draft
                 self._log.error(f"failed to poll model '{name}': {source.draft.message}")
                 if not record.states and record.source is None:
                     del self._records[name]
                 raise Internal(f"failed to load '{name}', failed to poll from model repository") from source.draft
+            models |= self._with_members(source.members)
+            await self._turn(models)
             record.explicit = True
             brings_override = source.override is not None and source is not record.source
             if brings_override or record.failed is not None or record.blocked or record.is_lost:
@@ -176,19 +192,22 @@ class ModelManager:
             record.error = None
             record.blocked = False
             self._take_source(record, source)
-            await self._want_members(source)
-            self._reconcile()
-        # Until the model rests. Another load of it meanwhile is joined: its outcome is that of this one too.
-        while record.source is not None and (record.loading is not None or self._is_pending(record)):
+        finally:
+            self._release(source)
+        await self._want_members(source)
+        models |= self._with_members(source.members)
+        self._reconcile()
+        # Until the model rests, and the ensembles that are made anew because of it.
+        while record.source is not None and (
+            record.loading is not None or self._is_pending(record) or self._above_loads(name)
+        ):
             await self.next_change()
         if record.source is None:
-            # Unloaded meanwhile.
+            # The server is stopping.
             raise Internal(f"failed to load '{name}', no version is available")
         if record.error is not None:
             raise record.error
-        # As in Triton: what has gone is gone when the answer comes, memory included.
-        if record.leaving:
-            await asyncio.wait(record.leaving)
+        return record
 
     async def _source_for(self, name: str, parameters: Mapping[str, str | bytes]) -> Source:
         if parameters:
@@ -214,10 +233,12 @@ class ModelManager:
         return await self._sources.read(directory)
 
     async def unload(self, name: str, unload_dependents: bool = False) -> None:
-        """Takes a model out of service; returns at once, the version goes when its last request has been answered.
-        Unknown and unloaded models are fine."""
+        """Takes a model out of service, after the loads of it that were asked for before; the version goes when its
+        last request has been answered. Unknown and unloaded models are fine."""
         self._require_explicit()
-        async with self._requests:
+        models = self._begin_request(name)
+        try:
+            await self._turn(models)
             record = self._records.get(name)
             if record is None or record.source is None:
                 return
@@ -226,6 +247,49 @@ class ModelManager:
             for member in members:
                 self._drop_unused(member)
             self._reconcile()
+        finally:
+            self._end_request(models)
+
+    # ---------------------------------------------------------------- the order of requests
+
+    def _begin_request(self, name: str) -> set[str]:
+        """A place behind the requests that are here. A load keeps its model and the members of that to itself until it
+        has ended, as in Triton (core/src/model_repository_manager, LockNodes); here also in the order they came."""
+        models = {name}
+        self._requests.append(models)
+        return models
+
+    def _end_request(self, models: set[str]) -> None:
+        self._requests = [other for other in self._requests if other is not models]
+        self._note_change()
+
+    async def _turn(self, models: set[str]) -> None:
+        """Returns when no earlier request is about one of the models. Raises Unavailable when the server stops."""
+        while self._accepting and any(
+            not models.isdisjoint(earlier) for earlier in takewhile(lambda other: other is not models, self._requests)
+        ):
+            await self.next_change()
+        self._require_explicit()
+
+    def _with_members(self, names: Iterable[str]) -> set[str]:
+        """The models, and all that those of them are made of that are ensembles."""
+        found: set[str] = set()
+        waiting = list(names)
+        while waiting:
+            if (name := waiting.pop()) not in found:
+                found.add(name)
+                record = self._records.get(name)
+                if record is not None and record.source is not None:
+                    waiting += record.source.members
+        return found
+
+    def _above_loads(self, name: str) -> bool:
+        """Whether an ensemble made of the model is being loaded."""
+        return any(
+            record.loading is not None and name in self._with_members(record.source.members)
+            for record in self._records.values()
+            if record.source is not None and record.source.members
+        )
 
     def _drop(self, record: Record) -> None:
         self._set_source(record, None)
@@ -281,21 +345,14 @@ class ModelManager:
         wanted: dict[str, Wanted] = {}
         for name, record in self._records.items():
             if record.source is not None:
-                wanted[name] = Wanted(self._generation(record, ()), record.source.members)
+                wanted[name] = Wanted(self._generation(record, record.source), record.source.members)
         return wanted
 
-    def _generation(self, record: Record, above: tuple[str, ...]) -> object:
-        """What makes a load a different one: configuration, files, members. An ensemble that contains itself ends the
-        walk; `plan` blocks it."""
-        source = record.source
-        if source is None:
-            return None
+    def _generation(self, record: Record, source: Source) -> object:
+        """What makes a load a different one: configuration, files, and what serves of the members. A member that gets
+        other instances is still the one its ensembles were made of."""
         directory = source.directory
-        members = [
-            self._generation(self._records[member], (*above, record.name))
-            for member in source.members
-            if member in self._records and member not in above and member != record.name
-        ]
+        members = [self._records[member].takeover for member in source.members if member in self._records]
         versions = [(number, version.fingerprint) for number, version in directory.versions.items()]
         files = (directory.fingerprint, directory.config_fingerprint, tuple(versions))
         return (record.insisted, files, source.override, tuple(members))
@@ -304,7 +361,7 @@ class ModelManager:
         """Whether a step for this model is still to come, because members are on their way."""
         if record.source is None or record.blocked:
             return False
-        generation = self._generation(record, ())
+        generation = self._generation(record, record.source)
         return generation not in (record.serving, record.failed)
 
     def _reconcile(self) -> None:
@@ -327,7 +384,7 @@ class ModelManager:
 
     def _begin_update(self, record: Record) -> None:
         assert record.source is not None, "this is a bug: an update without a source"
-        record.loading = self._generation(record, ())
+        record.loading = self._generation(record, record.source)
         record.abandoned = False
         record.blocked = False
         record.source.uses += 1
@@ -351,6 +408,7 @@ class ModelManager:
                 self._log.warning(note)
             versions = choice.versions
             for version in versions:
+                self._log.info(f"loading: {record.name}:{version}")
                 model = record.models.get(version)
                 if model is None:
                     record.states[version] = ("LOADING", "")
@@ -458,6 +516,8 @@ class ModelManager:
                 record.states[version] = ("READY", reason)
         if not versions:
             self._log.error(f"failed to load '{record.name}': {with_kind(problem)}")
+        else:
+            self._log.info(f"failed to load '{record.name}'")
 
     def _update_done(
         self,
@@ -484,14 +544,16 @@ class ModelManager:
         for version, update in updates.items():
             self._log.info(f"updated '{record.name}' version {version}: {update.summary}")
             self._commit(record, source, update)
+        if now != old:
+            self._takeovers += 1
+            record.takeover = self._takeovers
         self._serve(record, now)
         record.serving = generation
         record.failed = None
         record.error = None
         for version in now:
             record.states[version] = ("READY", "")
-            if version in loaded:
-                self._log.info(f"successfully loaded '{record.name}' version {version}")
+        self._log.info(f"successfully loaded '{record.name}'")
         for version in list(record.states):
             if version not in now and version not in old and version not in source.directory.versions:
                 del record.states[version]

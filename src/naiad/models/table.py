@@ -78,6 +78,8 @@ class Record:
     explicit: bool = False
     #: Counts insisted loads, so that a load request after a failure is a new generation.
     insisted: int = 0
+    #: Which of all the times that other versions began to serve, of whatever model, was the last one of this.
+    takeover: int = 0
     serving: object = None
     loading: object = None
     failed: object = None
@@ -147,8 +149,11 @@ class ModelTable:
 
     def all_ready(self) -> bool:
         """What `--strict-readiness` asks: every known version is READY and able, or was unloaded cleanly, and every
-        wanted model has one (R1-69). A model whose configuration cannot be read is not among them, as in Triton."""
+        wanted model has one (R1-69). A model whose configuration cannot be read is not among them, as in Triton, nor
+        an ensemble whose members are not there: unloading one leaves the server ready."""
         for record in self.records.values():
+            if record.blocked:
+                continue
             if record.source is not None and not record.states and isinstance(record.source.draft, Draft):
                 return False
             for version, (state, reason) in record.states.items():

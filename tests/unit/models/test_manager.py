@@ -1,0 +1,262 @@
+"""The order of requests to load and unload: over real folders, with a loader that waits until it is told to go on."""
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from naiad.config.read import Draft, finish
+from naiad.errors import InvalidArgument, NaiadError, Unavailable
+from naiad.messages import ModelStatistics
+from naiad.models.manager import ModelManager
+from naiad.models.model import Model
+from naiad.models.sources import RepositorySources
+from naiad.models.table import ModelTable, Source
+from naiad.telemetry.log import Log
+
+
+class Idle:
+    """A scheduler that has nothing to do."""
+
+    async def close(self) -> None: ...
+
+
+class SlowLoader:
+    """Loads what `go` names, in any order; `begun` is every load that has begun."""
+
+    def __init__(self) -> None:
+        self.begun: list[str] = []
+        self.errors: dict[str, NaiadError] = {}
+        self._gates: dict[str, asyncio.Semaphore] = {}
+        self._began = asyncio.Event()
+
+    def _gate(self, name: str) -> asyncio.Semaphore:
+        return self._gates.setdefault(name, asyncio.Semaphore(0))
+
+    async def next_begun(self) -> None:
+        self._began.clear()
+        await self._began.wait()
+
+    def go(self, *names: str) -> None:
+        """One more load of each may end."""
+        for name in names:
+            self._gate(name).release()
+
+    async def load(self, source: Source, version: int) -> Any:
+        name = source.directory.name
+        self.begun.append(name)
+        self._began.set()
+        await self._gate(name).acquire()
+        if name in self.errors:
+            raise self.errors[name]
+        assert isinstance(source.draft, Draft)
+        statistics = ModelStatistics(name, str(version))
+        return Model(finish(source.draft), version, Idle(), statistics, {}, None, 0.0)  # type: ignore[arg-type]
+
+    async def update(self, model: Any, source: Source) -> Any:
+        raise AssertionError("nothing here has instances")
+
+
+def tensors(one: str, other: str) -> str:
+    """An input and an output, as a configuration says it."""
+    tensor = "data_type: TYPE_FP32 dims: [ 1 ]"
+    return f'input [ {{ name: "{one}" {tensor} }} ] output [ {{ name: "{other}" {tensor} }} ]'
+
+
+class Models:
+    """A manager in explicit mode, over models in a folder."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.loader = SlowLoader()
+        sources = RepositorySources([str(path)], config_name="", auto_complete=True, gpus=())
+        log = Log()
+        log.configure(info=False, error=False)
+        self.manager = ModelManager(ModelTable(), sources=sources, loader=self.loader, log=log, mode="explicit")
+        self.ended: list[str] = []
+
+    def write(self, name: str, text: str = "") -> None:
+        (self.path / name / "1").mkdir(parents=True, exist_ok=True)
+        (self.path / name / "1" / "model.py").write_text(text)
+        (self.path / name / "config.pbtxt").write_text(f'backend: "python" {tensors("I", "O")}')
+
+    def write_ensemble(self, name: str, *members: str) -> None:
+        steps = ", ".join(
+            f'{{ model_name: "{member}" model_version: -1 input_map {{ key: "I" value: "{number}" }} '
+            f'output_map {{ key: "O" value: "{number + 1}" }} }}'
+            for number, member in enumerate(members)
+        )
+        (self.path / name / "1").mkdir(parents=True)
+        (self.path / name / "config.pbtxt").write_text(
+            f'platform: "ensemble" {tensors("0", str(len(members)))}ensemble_scheduling {{ step [ {steps} ] }}'
+        )
+
+    def load(self, name: str) -> asyncio.Task[None]:
+        return self._ask(self.manager.load(name, {}), f"load {name}")
+
+    def unload(self, name: str, dependents: bool = False) -> asyncio.Task[None]:
+        return self._ask(self.manager.unload(name, dependents), f"unload {name}")
+
+    def _ask(self, request: Coroutine[Any, Any, None], what: str) -> asyncio.Task[None]:
+        async def ask() -> None:
+            try:
+                await request
+                self.ended.append(what)
+            except NaiadError:
+                self.ended.append(f"{what}: error")
+                raise
+
+        return asyncio.get_running_loop().create_task(ask())
+
+    async def loading(self, *names: str) -> None:
+        """Until exactly these loads have begun, in all."""
+        async with asyncio.timeout(30):
+            while len(self.loader.begun) < len(names):
+                await self.loader.next_begun()
+        assert self.loader.begun == list(names)
+
+    def ready(self) -> list[str]:
+        return [model.name for model in self.manager.table.models()]
+
+
+@pytest.fixture
+async def models(tmp_path: Path) -> AsyncIterator[Models]:
+    models = Models(tmp_path)
+    for name in ("a", "b"):
+        models.write(name)
+    yield models
+    assert await models.manager.close(0)
+
+
+async def test_an_unload_waits_for_the_load_before_it_and_a_load_for_both(models: Models) -> None:
+    requests = [models.load("a")]
+    await models.loading("a")
+    requests += [models.unload("a"), models.load("a")]
+    models.loader.go("a", "a")
+    await asyncio.gather(*requests)
+    assert models.ended == ["load a", "unload a", "load a"]
+    assert models.loader.begun == ["a", "a"]
+    assert models.ready() == ["a"]
+
+
+async def test_loads_of_what_has_not_changed_are_one(models: Models) -> None:
+    requests = [models.load("a"), models.load("a")]
+    await models.loading("a")
+    models.loader.go("a")
+    await asyncio.gather(*requests)
+    assert models.loader.begun == ["a"]
+
+
+async def test_a_load_after_one_that_failed_tries_again(models: Models) -> None:
+    models.loader.errors["a"] = InvalidArgument("no weights")
+    first, second, unload = models.load("a"), models.load("a"), models.unload("a")
+    await models.loading("a")
+    models.loader.go("a")
+    with pytest.raises(InvalidArgument, match="no weights"):
+        await first
+    del models.loader.errors["a"]
+    models.loader.go("a")
+    await asyncio.gather(second, unload)
+    assert models.ended == ["load a: error", "load a", "unload a"]
+    assert models.ready() == []
+
+
+async def test_a_load_of_newer_files_waits_for_the_load_of_the_older_ones(models: Models) -> None:
+    first = models.load("a")
+    await models.loading("a")
+    models.write("a", "# new")
+    second = models.load("a")
+    models.loader.go("a")
+    await first
+    assert not second.done()
+    models.loader.go("a")
+    await second
+    assert models.loader.begun == ["a", "a"]
+
+
+async def test_other_models_do_not_wait(models: Models) -> None:
+    slow = models.load("a")
+    await models.loading("a")
+    models.loader.go("b")
+    await models.load("b")
+    await models.unload("b")
+    assert not slow.done()
+    models.loader.go("a")
+    await slow
+
+
+async def test_a_member_is_unloaded_when_the_ensemble_has_loaded(models: Models) -> None:
+    models.write_ensemble("e", "a", "b")
+    load = models.load("e")
+    await models.loading("a", "b")
+    unload = models.unload("a")
+    models.loader.go("a", "b", "e")
+    await asyncio.gather(load, unload)
+    assert models.ended == ["load e", "unload a"]
+    assert models.ready() == ["b"]
+    assert models.manager.table.all_ready()
+
+
+async def test_an_ensemble_waits_for_the_load_of_a_member_that_was_asked_for_before(models: Models) -> None:
+    models.write_ensemble("e", "a", "b")
+    member = models.load("a")
+    await models.loading("a")
+    requests = [models.unload("a"), models.load("e")]
+    models.loader.go("a", "a", "b", "e")
+    await asyncio.gather(member, *requests)
+    assert models.ended == ["load a", "unload a", "load e"]
+    assert models.ready() == ["a", "b", "e"]
+
+
+async def test_a_load_of_a_member_ends_when_its_ensembles_are_made_of_the_new_one(models: Models) -> None:
+    models.write_ensemble("e", "a")
+    models.write_ensemble("outer", "e", "b")
+    models.loader.go("a", "b", "e", "outer")
+    await models.load("outer")
+    assert models.loader.begun == ["a", "b", "e", "outer"]
+    models.write("a", "# new")
+    models.loader.go("a")
+    load = models.load("a")
+    await models.loading("a", "b", "e", "outer", "a", "e")
+    assert not load.done()
+    models.loader.go("e", "outer")
+    await load
+    assert models.loader.begun[-1] == "outer"
+
+
+async def test_a_member_that_failed_to_load_again_changes_no_ensemble(models: Models) -> None:
+    models.write_ensemble("e", "a")
+    models.loader.go("a", "e")
+    await models.load("e")
+    models.write("a", "# new")
+    models.loader.errors["a"] = InvalidArgument("no weights")
+    models.loader.go("a")
+    with pytest.raises(InvalidArgument):
+        await models.load("a")
+    assert models.loader.begun == ["a", "e", "a"]
+
+
+async def test_a_request_that_is_given_up_lets_the_next_one_go_on(models: Models) -> None:
+    first = models.load("a")
+    await models.loading("a")
+    second, third = models.load("a"), models.unload("a")
+    await asyncio.sleep(0)
+    second.cancel()
+    models.loader.go("a")
+    await asyncio.gather(first, third)
+    assert models.ready() == []
+
+
+async def test_requests_do_not_keep_a_server_that_stops(models: Models) -> None:
+    first = models.load("a")
+    await models.loading("a")
+    waiting = [models.unload("a"), models.load("a")]
+    await asyncio.sleep(0)
+    assert await models.manager.close(0)
+    with pytest.raises(NaiadError):
+        await first
+    for each in waiting:
+        with pytest.raises(Unavailable, match="Server is stopping"):
+            await each
