@@ -1,6 +1,8 @@
 """Instance groups that change while a model serves: what stays, what comes, what goes, and that nobody notices."""
 
 import json
+import textwrap
+from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
@@ -239,17 +241,20 @@ def test_an_instance_ends_what_it_runs_before_it_leaves(explicit, client, counte
     client.unload(counted.name)
 
 
-def test_old_instances_serve_while_a_new_one_begins(explicit, client, name, tmp_path):
-    begun, go_on = tmp_path / "begun", tmp_path / "go"
-    begin = f"""
-        if args["model_instance_name"].endswith("_1"):
-            pathlib.Path({str(begun)!r}).touch()
-            while not os.path.exists({str(go_on)!r}): time.sleep(0.005)"""
-    counted = Counted(explicit.repository, name, tmp_path, begin)
+def updating(explicit: Server, client: Client, name: str, folder: Path) -> tuple[Counted, "Future[None]", Gate]:
+    """A model with one instance, and a load under way that brings a second one, which begins when the gate is opened."""
+    gate = Gate(folder)
+    begin = 'if args["model_instance_name"].endswith("_1"):\n' + textwrap.indent(gate.do, 12 * " ")
+    counted = Counted(explicit.repository, name, folder, begin)
     client.load(name)
     counted.instances(2)
     update = explicit.ask(client.load, name)
-    until(begun.exists, "the new instance begins")
+    gate.reached()
+    return counted, update, gate
+
+
+def test_old_instances_serve_while_a_new_one_begins(explicit, client, name, tmp_path):
+    counted, update, gate = updating(explicit, client, name, tmp_path)
     assert client.do(name) == f"{name} 1"
     assert client.index()[name, "1"] == ("READY", "")
     assert client.config(name)["instance_group"][0]["count"] == 1
@@ -257,7 +262,7 @@ def test_old_instances_serve_while_a_new_one_begins(explicit, client, name, tmp_
     # A second one in the meantime waits for the first, and for what it asks for itself.
     counted.instances(3)
     second = explicit.ask(client.load, name)
-    go_on.touch()
+    gate.open()
     update.result(60)
     second.result(60)
     assert counted.history == ["+_0_0", "+_0_1", "+_0_2"]
@@ -265,20 +270,11 @@ def test_old_instances_serve_while_a_new_one_begins(explicit, client, name, tmp_
 
 
 def test_an_unload_during_an_update_waits_for_it(explicit, client, name, tmp_path):
-    begun, go_on = tmp_path / "begun", tmp_path / "go"
-    begin = f"""
-        if args["model_instance_name"].endswith("_1"):
-            pathlib.Path({str(begun)!r}).touch()
-            while not os.path.exists({str(go_on)!r}): time.sleep(0.005)"""
-    counted = Counted(explicit.repository, name, tmp_path, begin)
-    client.load(name)
-    counted.instances(2)
-    update = explicit.ask(client.load, name)
-    until(begun.exists, "the new instance begins")
+    _, update, gate = updating(explicit, client, name, tmp_path)
     unload = explicit.ask(client.unload, name)
     with pytest.raises(TimeoutError):
         unload.result(0.2)
-    go_on.touch()
+    gate.open()
     update.result(60)
     unload.result(60)
     assert "has no available versions" in error_of(client.do, name)

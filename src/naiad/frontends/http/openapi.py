@@ -40,8 +40,6 @@ def _ref(name: str) -> JsonObject:
 _TEXT: JsonObject = {"type": "string"}
 _COUNT: JsonObject = {"type": "integer", "minimum": 0}
 _BOOLEAN: JsonObject = {"type": "boolean"}
-_DATATYPE: JsonObject = {"type": "string", "enum": [datatype.name for datatype in DataType]}
-_SHAPE = _list(_COUNT)
 _PARAMETERS: JsonObject = {
     "type": "object",
     "additionalProperties": {"type": ["string", "number", "boolean"]},
@@ -49,22 +47,28 @@ _PARAMETERS: JsonObject = {
 _DURATION = _object(("count", "ns"), count=_COUNT, ns=_COUNT)
 _IN_REGION = {"shared_memory_region": _TEXT, "shared_memory_offset": _COUNT, "shared_memory_byte_size": _COUNT}
 
+
+def _tensors(parameters: dict[str, JsonObject], data: str) -> JsonObject:
+    """Tensors with their `data`, or with as many bytes behind the JSON as binary_data_size says."""
+    return _list(
+        _object(
+            ("name", "shape", "datatype"),
+            name=_TEXT,
+            shape=_list(_COUNT),
+            datatype={"type": "string", "enum": [datatype.name for datatype in DataType]},
+            parameters=_object(binary_data_size=_COUNT, **parameters),
+            data={"type": "array", "description": data},
+        )
+    )
+
+
 _SCHEMAS: dict[str, JsonObject] = {
     "Error": _object(("error",), error=_TEXT),
     "InferRequest": _object(
         ("inputs",),
         id=_TEXT,
         parameters=_PARAMETERS,
-        inputs=_list(
-            _object(
-                ("name", "shape", "datatype"),
-                name=_TEXT,
-                shape=_SHAPE,
-                datatype=_DATATYPE,
-                parameters=_object(binary_data_size=_COUNT, **_IN_REGION),
-                data={"type": "array", "description": "the elements, flat or nested"},
-            )
-        ),
+        inputs=_tensors(_IN_REGION, "the elements, flat or nested"),
         outputs=_list(
             _object(
                 ("name",), name=_TEXT, parameters=_object(classification=_COUNT, binary_data=_BOOLEAN, **_IN_REGION)
@@ -77,16 +81,7 @@ _SCHEMAS: dict[str, JsonObject] = {
         model_name=_TEXT,
         model_version=_TEXT,
         parameters=_PARAMETERS,
-        outputs=_list(
-            _object(
-                ("name", "shape", "datatype"),
-                name=_TEXT,
-                shape=_SHAPE,
-                datatype=_DATATYPE,
-                parameters=_object(binary_data_size=_COUNT),
-                data={"type": "array"},
-            )
-        ),
+        outputs=_tensors({}, "the elements, flat"),
     ),
     "GenerateRequest": {
         "type": "object",
