@@ -69,7 +69,8 @@ class Option:
 
     `parse` turns the text of one occurrence into a value (an element of the tuple, if `repeatable`) and raises
     ValueError with the reason. `check` returns what is wrong with the field's value, or None. A `switch` takes no
-    value. An option that is not `available` is refused and not shown.
+    value. An option that is not `available` is refused and not shown. `unused` says why one has no effect: it is taken
+    for the sake of command lines of Triton.
     """
 
     flag: str
@@ -82,6 +83,7 @@ class Option:
     switch: bool = False
     aliases: tuple[str, ...] = ()
     available: bool = True
+    unused: str = ""
 
 
 # ---------------------------------------------------------------- texts to values; ValueError says what is wrong
@@ -133,6 +135,17 @@ def _choice(flag: str, *choices: str) -> Callable[[str], str]:
         return by_lower[text.lower()]
 
     return parse
+
+
+def _bytes_of_device(text: str) -> tuple[int, int]:
+    """`<device>:<bytes>`. What follows another colon is left out, as C's stoull does."""
+    device, colon, size = text.partition(":")
+    if not colon:
+        raise ValueError(
+            "Cannot parse pair option due to incorrect number of inputs.--<pair option> argument requires format "
+            f"<first>:<second>. Found: {text}"
+        )
+    return _int(device), _int(size.partition(":")[0])
 
 
 def _client_shm(text: str) -> str:
@@ -332,13 +345,14 @@ def _option(
     switch: bool = False,
     aliases: tuple[str, ...] = (),
     available: bool = True,
+    unused: str = "",
 ) -> Any:
     """A field of ServerOptions with its Option. `kind` decides how texts are read unless `parse` does."""
     name, parse_kind = _PARSE_BY_TYPE[kind]
     option = Option(
         flag=flag,
         group=group,
-        help=help,
+        help=f"No effect: {unused}." if unused else help,
         metavar="" if switch else metavar or name,
         parse=parse or parse_kind,
         check=check,
@@ -346,11 +360,15 @@ def _option(
         switch=switch,
         aliases=aliases,
         available=available,
+        unused=unused,
     )
     return dataclasses.field(default=default, metadata={"option": option})
 
 
 # The headings of the help.
+#: Why sizes of pools are taken and have no effect.
+_NO_GPU_MEMORY = "the server keeps no tensors on GPUs; the frameworks of its models do"
+
 _server = partial(_option, "Server")
 _logging = partial(_option, "Logging")
 _repository = partial(_option, "Model repository")
@@ -402,6 +420,34 @@ class ServerOptions:
         "them, which share the ports, throughput grows with the cores where that is the limit.",
         kind=int,
         check=_at_least(1, 256),
+    )
+    pinned_memory_pool_byte_size: int = _server(
+        "--pinned-memory-pool-byte-size", 268435456, "", kind=int, unused=_NO_GPU_MEMORY
+    )
+    cuda_memory_pool_byte_size: tuple[tuple[int, int], ...] = _server(
+        "--cuda-memory-pool-byte-size",
+        (),
+        "",
+        parse=_bytes_of_device,
+        metavar="integer>:<integer",
+        repeatable=True,
+        unused=_NO_GPU_MEMORY,
+    )
+    cuda_virtual_address_size: tuple[tuple[int, int], ...] = _server(
+        "--cuda-virtual-address-size",
+        (),
+        "",
+        parse=_bytes_of_device,
+        metavar="integer>:<integer",
+        repeatable=True,
+        unused=_NO_GPU_MEMORY,
+    )
+    buffer_manager_thread_count: int = _server(
+        "--buffer-manager-thread-count",
+        0,
+        "",
+        kind=int,
+        unused="the server does not copy tensors with threads",
     )
 
     log_verbose: int = _logging(
@@ -585,10 +631,9 @@ class ServerOptions:
     grpc_infer_allocation_pool_size: int = _grpc(
         "--grpc-infer-allocation-pool-size",
         8,
-        "How many inference request and response objects are kept for reuse.",
+        "",
         kind=int,
-        check=_at_least(0),
-        available=False,
+        unused="requests and responses are not pooled here",
     )
     grpc_use_ssl: bool = _grpc("--grpc-use-ssl", False, "Serve gRPC over TLS.", kind=bool)
     grpc_use_ssl_mutual: bool = _grpc(
@@ -859,6 +904,15 @@ class ServerOptions:
         given = tuple(Setting(scope, key, str(value)) for scope, key, value in flags if value is not None)
         return self.trace_level + given + self.trace_config
 
+    @property
+    def unused(self) -> dict[str, str]:
+        """The flags that were given and have no effect: why each has none."""
+        return {
+            option.flag: option.unused
+            for name, option in OPTIONS.items()
+            if option.unused and getattr(self, name) != self.__dataclass_fields__[name].default
+        }
+
     def backend_settings(self, backend: str) -> dict[str, str]:
         """The settings of `--backend-config` for one backend, above those for all, above the defaults."""
         settings = {"default-max-batch-size": "4"}
@@ -870,7 +924,8 @@ class ServerOptions:
 #: Field name -> option, in the order of the help.
 OPTIONS: dict[str, Option] = {field.name: field.metadata["option"] for field in dataclasses.fields(ServerOptions)}
 
-#: Flags of Triton's server that this one does not have, and why: they are refused, never ignored.
+#: Flags of Triton's server that this one does not have, and why: they are refused, because whoever gives them counts on
+#: them. Those that only size what is not there are options, with `unused`.
 REFUSED: dict[str, str] = {
     "--model-namespacing": "a model name must be unique across all repositories here",
     "--enable-peer-access": "the server does not copy between GPUs",
@@ -885,11 +940,7 @@ REFUSED: dict[str, str] = {
     "--vertex-ai-default-model": "there is no Vertex AI endpoint",
     "--repoagent-directory": "there are no repository agents",
     "--cache-directory": "caches are part of the server, not libraries",
-    "--pinned-memory-pool-byte-size": "the server keeps no pinned memory",
-    "--cuda-memory-pool-byte-size": "the server keeps no CUDA memory",
-    "--cuda-virtual-address-size": "the server keeps no CUDA memory",
     "--min-supported-compute-capability": "the frameworks of the backends decide which GPUs they support",
-    "--buffer-manager-thread-count": "the server does not copy tensors with threads",
     "--host-policy": "models are not bound to NUMA nodes or cores",
     "--model-load-gpu-limit": "the server does not limit the GPU memory of models",
 }

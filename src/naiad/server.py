@@ -152,6 +152,8 @@ class Server:
     async def _running(self) -> AsyncIterator[None]:
         options, log = self.options, self.log
         log.info(f"naiad {__version__}")
+        for flag, reason in options.unused.items():
+            log.info(f"option '{flag}' has no effect: {reason}")
         regions = (SharedRegions if options.frontends > 1 else Regions)(options.allow_client_shm)
         async with (
             Hosts(

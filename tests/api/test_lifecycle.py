@@ -384,10 +384,11 @@ def test_a_server_is_ready_whatever_configurations_it_cannot_read(repository):
         assert server.grpc.do("good") == "good 1"
 
 
-def test_an_empty_repository_is_served(repository):
-    with Server(repository).started() as server:
+def test_an_empty_repository_is_served_and_what_has_no_effect_is_said_once(repository):
+    with Server(repository, flags=("--cuda-memory-pool-byte-size=0:0",)).started() as server:
         assert server.http.is_ready()
         assert server.grpc.index() == {}
+        assert server.log.count("option '--cuda-memory-pool-byte-size' has no effect: ") == 1
 
 
 def test_a_repository_that_does_not_exist_is_an_error(tmp_path):

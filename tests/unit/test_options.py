@@ -95,6 +95,7 @@ def test_booleans(text, value):
         ("allow_client_shm", ["1"], "true"),
         ("allow_client_shm", ["off"], "false"),
         ("model_config_name", ["h100"], "h100"),
+        ("cuda_memory_pool_byte_size", ["0:67108864", "1:0:5"], ((0, 67108864), (1, 0))),
         ("model_control_mode", ["EXPLICIT"], "explicit"),
         ("rate_limit", ["Execution_Count"], "execution_count"),
         ("log_format", ["iso8601"], "ISO8601"),
@@ -161,6 +162,8 @@ def test_values_of_options_that_may_be_off(name, text, value):
         ("grpc_infer_thread_count", "1", "expected 2 to 128, got 1"),
         ("http_max_input_size", "0", "expected 1 or more, got 0"),
         ("frontends", "0", "expected 1 to 256, got 0"),
+        ("cuda_memory_pool_byte_size", "5", "requires format <first>:<second>. Found: 5"),
+        ("cuda_memory_pool_byte_size", "x:1", "Invalid option value. Got x"),
         ("metrics_interval_ms", "0", "expected more than 0"),
         ("metrics_interval_ms", "x", "Invalid option value. Got x"),
     ],
@@ -274,3 +277,14 @@ def test_backend_settings_of_one_backend_are_above_those_for_all():
 def test_quantiles():
     assert parse_quantiles("0.5:0.05,0.9:0.01") == ((0.5, 0.05), (0.9, 0.01))
     assert parse_quantiles("0.1:0.0.1, .7x:1e-2") == ((0.1, 0.0), (0.7, 0.01))
+
+
+def test_what_has_no_effect_is_taken_and_told():
+    given = options(
+        cuda_memory_pool_byte_size=["0:0"],
+        buffer_manager_thread_count=["2"],
+        pinned_memory_pool_byte_size=["268435456"],
+        exit_timeout_secs=["5"],
+    )
+    assert set(given.unused) == {"--cuda-memory-pool-byte-size", "--buffer-manager-thread-count"}
+    assert options().unused == {}
