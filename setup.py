@@ -32,6 +32,7 @@ HOT_PATH = (
     "protocol/json_text",
     "protocol/outputs",
     "protocol/proto_codec",
+    "protocol/templates",
     "scheduling/dynamic",
     "scheduling/queue",
     "scheduling/scheduler",

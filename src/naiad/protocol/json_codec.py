@@ -34,6 +34,7 @@ from naiad.protocol.json_text import (
     unsigned_member,
 )
 from naiad.protocol.outputs import ALL_BINARY, OutputPlan, OutputSpec, classify, plan_of
+from naiad.protocol.templates import LARGEST, MOST, RequestTemplate
 
 DEFAULT_MAX_INPUT_SIZE = 67108864
 
@@ -75,45 +76,9 @@ JSON_HEADERS: Headers = [("content-type", "application/json")]
 
 # --- requests
 
-#: The JSON before binary tensors is the same for many requests: what was read from it is kept, up to this size and
-#: number of texts.
-_TEMPLATE_SIZE = 1024
-_TEMPLATES = 1024
-_SMALL = 4096
-_TemplateKey = tuple[bytes, str, int]
-
-
-class _Template:
-    """A request without its data, all of which is binary and lies behind the JSON."""
-
-    __slots__ = ("_fields", "_inputs", "_model_name", "plan", "tail_size")
-
-    def __init__(self, request: InferRequest, plan: OutputPlan, tail_size: int) -> None:
-        self._model_name = request.model_name
-        self._inputs = [(item.name, item.datatype, item.shape, len(item.data)) for item in request.inputs]
-        self._fields = (
-            request.model_version,
-            request.id,
-            request.outputs,
-            request.parameters,
-            request.sequence,
-            request.priority,
-            request.timeout_us,
-        )
-        self.plan = plan
-        self.tail_size = tail_size
-
-    def request(self, body: bytes | memoryview, at: int) -> InferRequest:
-        # Little is copied faster than a view of it is made.
-        tail = body if len(body) <= _SMALL else memoryview(body)
-        inputs: list[Tensor] = []
-        for name, datatype, shape, size in self._inputs:
-            inputs.append(Tensor(name, datatype, shape, tail[at : at + size]))
-            at += size
-        return InferRequest(self._model_name, tuple(inputs), *self._fields)
-
-
-_templates: dict[_TemplateKey, _Template] = {}
+#: What was read from JSON all of whose data are binary and lie behind it, which is the same for many requests: how to
+#: answer, and how much data there is.
+_templates: dict[tuple[bytes, str, int], tuple[RequestTemplate, OutputPlan, int]] = {}
 
 
 def header_length(given: str | None, body_size: int) -> int:
@@ -150,12 +115,14 @@ def decode_request(
             f"request JSON size of {json_size} bytes exceeds the maximum allowed input size of {max_input_size} bytes. "
             "Use --http-max-input-size to increase the limit."
         )
-    key: _TemplateKey | None = None
-    if json_size <= _TEMPLATE_SIZE and json_size < len(body) and not forwarded:
+    key: tuple[bytes, str, int] | None = None
+    if json_size <= LARGEST and json_size < len(body) and not forwarded:
         key = (bytes(body[:json_size]), model_name, model_version)
-        template = _templates.get(key)
-        if template is not None and template.tail_size == len(body) - json_size:
-            return template.request(body, json_size), template.plan
+        known = _templates.get(key)
+        if known is not None and known[2] == len(body) - json_size:
+            again = known[0].fill(body, json_size)
+            if again is not None:
+                return again, known[1]
     document = parse(body if json_size == len(body) else memoryview(body)[:json_size])
     if type(document) is not dict:
         document = {}
@@ -229,9 +196,9 @@ def decode_request(
         model_name, tuple(inputs), model_version, request_id, outputs, parameters, sequence, priority, timeout_us
     )
     if key is not None and sum([len(tensor.data) for tensor in inputs]) == len(tail) - json_size:
-        if len(_templates) >= _TEMPLATES:
+        if len(_templates) >= MOST:
             _templates.clear()
-        _templates[key] = _Template(request, plan, len(tail) - json_size)
+        _templates[key] = (RequestTemplate(request, [b""] * len(inputs)), plan, len(tail) - json_size)
     return request, plan
 
 
@@ -598,8 +565,8 @@ def _encode_binary(response: InferResponse, plan: OutputPlan) -> tuple[Headers, 
             {"model_name": response.model_name, "model_version": str(response.model_version), "outputs": outputs}
         )
         kept = (_binary_headers(len(head)), head)
-        if len(head) <= _TEMPLATE_SIZE:
-            if len(_binary_heads) >= _TEMPLATES:
+        if len(head) <= LARGEST:
+            if len(_binary_heads) >= MOST:
                 _binary_heads.clear()
             _binary_heads[sign] = kept
     headers, head = kept

@@ -19,6 +19,7 @@ from naiad.errors import InvalidArgument, NaiadError
 from naiad.messages import InferRequest, InferResponse, ParameterValue, SequenceControl, Tensor
 from naiad.protocol.outputs import ALL_BINARY, OutputPlan, OutputSpec, classify, plan_of
 from naiad.protocol.regions import OutputRegion, Regions, RegionUse, is_local_peer
+from naiad.protocol.templates import LARGEST, MOST, RequestTemplate
 
 #: A message of tritonclient's, which ships no type information.
 Message = Any
@@ -141,57 +142,9 @@ def parse_request(data: bytes) -> tuple[Message, Sequence[Buffer]]:
 
 # ---------------------------------------------------------------- requests
 
-#: Clients send the same message around other data: what stands before the data is read once and kept, up to this size
-#: and number of messages.
-_TEMPLATE_SIZE = 1024
-_TEMPLATES = 1024
-#: Little is copied faster than a view of it is made.
-_SMALL = 4096
-
-
-class _Template:
-    """A ModelInferRequest without its raw_input_contents, all of which stand at its end."""
-
-    __slots__ = ("_inputs", "_reply", "_request", "_size")
-
-    def __init__(self, request: InferRequest, reply: Reply, size: int) -> None:
-        self._request = request
-        self._reply = reply
-        self._size = size
-        #: (name, data type, shape, tag and size on the wire, size) of each input.
-        self._inputs = [
-            (tensor.name, tensor.datatype, tensor.shape, _raw_input_head(len(tensor.data)), len(tensor.data))
-            for tensor in request.inputs
-        ]
-
-    def decode(self, data: bytes) -> tuple[InferRequest, Reply] | None:
-        """The request in a message that begins as this one and is as long; None where its data are cut otherwise."""
-        tail = data if len(data) <= _SMALL else memoryview(data)
-        at = self._size
-        inputs: list[Tensor] = []
-        for name, datatype, shape, head, size in self._inputs:
-            start = at + len(head)
-            if data[at:start] != head:
-                return None
-            at = start + size
-            inputs.append(Tensor(name, datatype, shape, tail[start:at]))
-        known = self._request
-        request = InferRequest(
-            known.model_name,
-            tuple(inputs),
-            known.model_version,
-            "",
-            known.outputs,
-            known.parameters,
-            None,
-            known.priority,
-            known.timeout_us,
-        )
-        return request, self._reply
-
-
-#: Templates by what stands before the data, and how long that is in messages of a length.
-_templates: dict[bytes, _Template] = {}
+#: What was read from messages all of whose raw_input_contents stand at their end, by what stands before them, and how to
+#: answer; how long that is in messages of a length.
+_templates: dict[bytes, tuple[RequestTemplate, Reply]] = {}
 _template_sizes: dict[int, int] = {}
 
 
@@ -200,31 +153,35 @@ def recall(data: bytes) -> tuple[InferRequest, Reply] | None:
     size = _template_sizes.get(len(data))
     if size is None:
         return None
-    template = _templates.get(data[:size])
-    return None if template is None else template.decode(data)
+    known = _templates.get(data[:size])
+    if known is None:
+        return None
+    request = known[0].fill(data, size)
+    return None if request is None else (request, known[1])
 
 
 def remember(data: bytes, request: InferRequest, reply: Reply) -> None:
     """Keeps what `decode` made of a message, where the next one like it would differ in its data only."""
     if request.id or request.sequence is not None or reply.use is not None:
         return
-    raw_size = 0
+    heads: list[bytes] = []
+    size = len(data)
     for tensor in request.inputs:
         if tensor.datatype is DataType.BYTES:
             return
-        raw_size += len(_raw_input_head(len(tensor.data))) + len(tensor.data)
-    size = len(data) - raw_size
-    if not 0 < size <= _TEMPLATE_SIZE:
+        head = _raw_input_head(len(tensor.data))
+        heads.append(head)
+        size -= len(head) + len(tensor.data)
+    if not 0 < size <= LARGEST:
         return
-    template = _Template(request, reply, size)
+    template = RequestTemplate(request, heads)
     # Data may also stand in the inputs themselves, or before other fields.
-    again = template.decode(data)
-    if again is None or again[0] != request:
+    if template.fill(data, size) != request:
         return
-    if len(_templates) >= _TEMPLATES or len(_template_sizes) >= _TEMPLATES:
+    if len(_templates) >= MOST or len(_template_sizes) >= MOST:
         _templates.clear()
         _template_sizes.clear()
-    _templates[data[:size]] = template
+    _templates[data[:size]] = (template, reply)
     _template_sizes[len(data)] = size
 
 

@@ -1,5 +1,6 @@
 """gRPC's inference messages: every form of request and response, and Triton's words for what is wrong."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -275,6 +276,18 @@ def test_other_data_around_the_same_message() -> None:
         assert again == read(request)
         assert bytes(again[0].inputs[0].data) == data
     assert recalled(message(inputs=[tensor(shape=(3,))], outputs=outputs, raw_input_contents=[bytes(8)])) is None
+
+
+def test_the_data_of_a_message_go_with_it() -> None:
+    size = 1 << 20
+    request = message(inputs=[tensor("L", "INT8", (size,))], raw_input_contents=[bytes(size)])
+    data = request.SerializeToString()
+    before = sys.getrefcount(data)
+    parsed, raw = parse_request(data)
+    remember(data, *decode(parsed, raw, CONFIG, Regions()))
+    del raw
+    assert sys.getrefcount(data) == before
+    assert recalled(request) is not None
 
 
 @pytest.mark.parametrize(
