@@ -125,6 +125,39 @@ async def test_a_process_that_a_model_forks_answers_nothing_in_its_place(load, l
     assert finalized_in(model) == f"{pid} "
 
 
+@pytest.mark.parametrize(
+    ("end", "status", "told"),
+    [
+        ("sys.exit()", 0, ""),
+        ("sys.exit(3)", 3, ""),
+        ("sys.exit('no such file')", 1, "no such file\n"),
+        ("raise ValueError('in the child')", 1, "ValueError: in the child\n"),
+    ],
+)
+async def test_a_process_that_a_model_forks_ends_as_python_does(load, lab, capfd, end, status, told):
+    model = await load(OBEDIENT)
+    order = f"child = os.fork()\nif child == 0:\n  {end}\nresponse = answer(str(os.waitpid(child, 0)[1] >> 8).encode())"
+    assert await ask(model, order) == [str(str(status).encode())]
+    assert not [line for line in lab.logs if "ERROR" in line]
+    assert capfd.readouterr().err.endswith(told)
+
+
+async def test_a_process_that_a_coroutine_forks_ends(load, lab):
+    model = await load(
+        """
+class TritonPythonModel:
+    async def execute(self, requests):
+        await asyncio.sleep(0)
+        child = os.fork()
+        if child == 0:
+            sys.exit(3)
+        return [answer(str(os.waitpid(child, 0)[1] >> 8).encode())]
+"""
+    )
+    assert await ask(model, "") == [str(b"3")]
+    assert not [line for line in lab.logs if "ERROR" in line]
+
+
 def children_of(pid):
     return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
 

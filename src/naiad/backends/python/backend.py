@@ -6,6 +6,7 @@ own, responses may come from any thread. Where a model's code fails, its request
 
 import asyncio
 import json
+import os
 import threading
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
@@ -21,7 +22,7 @@ from naiad.backends.api import (
     RequestBackend,
 )
 from naiad.backends.python import current
-from naiad.backends.python.failures import exception_text
+from naiad.backends.python.failures import end_fork, exception_text
 from naiad.backends.python.loading import model_class
 from naiad.backends.python.pb_utils import ModelConfig
 from naiad.backends.python.request import REQUEST_RELEASE_RESCHEDULE, ReceivedRequest
@@ -56,12 +57,14 @@ class PythonBackend(RequestBackend):
     def autocomplete(cls, model: ModelContext) -> ConfigDict | None:
         """The configuration as `auto_complete_config` of the model's class has completed it."""
         current.enter(current.Instance(model.name, model.services, _model_folder(model)))
+        host = os.getpid()
         try:
             python_class = model_class(model.path)
             if not hasattr(python_class, "auto_complete_config"):
                 return None
             completed = python_class.auto_complete_config(ModelConfig(json.dumps(model.config)))
         except _FAILURES as error:
+            end_fork(host, error)
             raise Internal(exception_text(error)) from error
         if not isinstance(completed, ModelConfig):
             raise Internal(
@@ -73,6 +76,7 @@ class PythonBackend(RequestBackend):
         _check_parameters(model.parameters)
         self._name = instance.name
         self._path = model.path
+        self._host = os.getpid()
         self._is_decoupled = bool(model.config.get("model_transaction_policy", {}).get("decoupled", False))
         self._is_iterative = bool(model.config.get("sequence_batching", {}).get("iterative_sequence", False))
         self._loop: _EventLoop | None = None
@@ -86,6 +90,7 @@ class PythonBackend(RequestBackend):
             if hasattr(self._model, "initialize"):
                 self._model.initialize(_arguments(model, instance))
         except _FAILURES as error:
+            end_fork(self._host, error)
             raise Internal(exception_text(error)) from error
         self._instance.is_serving = True
 
@@ -96,6 +101,7 @@ class PythonBackend(RequestBackend):
             try:
                 responses = self._run(received)
             except _FAILURES as error:
+                end_fork(self._host, error)
                 # Answered here, since responses may be out already; raised, so that the execution counts as failed.
                 raise self._fail(received, error) from error
             received = self._answer(received, responses)
@@ -111,6 +117,7 @@ class PythonBackend(RequestBackend):
             if asyncio.iscoroutine(ready):
                 ready = asyncio.run(ready) if self._loop is None else self._loop.run(ready).result()
         except _FAILURES as error:
+            end_fork(self._host, error)
             raise Internal(exception_text(error)) from error
         if not isinstance(ready, bool):
             raise Internal("is_ready() must return a boolean value")
@@ -127,6 +134,7 @@ class PythonBackend(RequestBackend):
             if self._instance.notes is not None:
                 self._instance.notes.close()
         except _FAILURES as error:
+            end_fork(self._host, error)
             self._log("ERROR", f"Failed to finalize model instance '{self._name}': {exception_text(error)}")
 
     def _run(self, received: list[ReceivedRequest]) -> list[InferenceResponse | None]:
@@ -245,6 +253,7 @@ class _EventLoop:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
+        self._host = os.getpid()
         self._thread = threading.Thread(target=self._work, name="coroutines", daemon=True)
         self._thread.start()
 
@@ -262,7 +271,8 @@ class _EventLoop:
             try:
                 self._loop.run_forever()
                 is_stopped = True
-            except (SystemExit, KeyboardInterrupt):
+            except (SystemExit, KeyboardInterrupt) as error:
+                end_fork(self._host, error)
                 # Of a coroutine, whose result it is too: whoever waits for that has yet to hear of it.
                 continue
         self._loop.run_until_complete(_cancel(asyncio.all_tasks(self._loop)))

@@ -1,5 +1,9 @@
-"""How failures of model code read: Triton's exception class and its form of a Python traceback."""
+"""How failures of model code read: Triton's exception class and its form of a Python traceback. And where one ends that
+was raised in a process which model code has forked: it is no failure of the model.
+"""
 
+import os
+import sys
 from types import FrameType
 
 from naiad.errors import NaiadError, text_of
@@ -41,3 +45,23 @@ def exception_text(error: BaseException) -> str:
             lines.append(f"  {frame.f_code.co_filename}({frame.f_lineno}): {frame.f_code.co_name}\n")
         frame = frame.f_back
     return f"{text}\n\nAt:\n{''.join(lines)}" if lines else text
+
+
+def end_fork(host: int, error: BaseException) -> None:
+    """Returns in the process `host`. In a child that model code has forked and that did not end by itself, `error` is
+    what it was to end with: it ends, as a Python program does, with the status of `sys.exit`, or with a traceback on
+    stderr and 1."""
+    if os.getpid() == host:
+        return
+    status = 1
+    try:
+        if not isinstance(error, SystemExit):
+            sys.excepthook(type(error), error, error.__traceback__)
+        elif error.code is None or isinstance(error.code, int):
+            status = (error.code or 0) & 0xFF
+        else:
+            print(error.code, file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(status)
