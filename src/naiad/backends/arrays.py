@@ -1,19 +1,11 @@
 """What several backends do to arrays between the contract of `api.py` and a framework. Runs in hosts."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from naiad.errors import InvalidArgument
-
-
-def framework_dims(tensor: Mapping[str, Any]) -> tuple[int, ...]:
-    """The dims of a configured input or output as the framework sees them: its `reshape`, else its `dims`."""
-    reshape = tensor.get("reshape")
-    dims = tensor.get("dims", ()) if reshape is None else reshape.get("shape", ())
-    return tuple(int(dim) for dim in dims)
 
 
 def to_text(array: npt.NDArray[np.object_], tensor: str) -> npt.NDArray[np.object_]:

@@ -19,7 +19,8 @@ import ml_dtypes
 import numpy as np
 
 from naiad.backends.api import Array, ArrayBackend, ConfigDict, InstanceContext, ModelContext
-from naiad.backends.arrays import framework_dims, from_text, to_text
+from naiad.backends.arrays import from_text, to_text
+from naiad.backends.configured import control_inputs, framework_dims, integer, shape_text, wrong_dims
 from naiad.backends.cores import cores_per_instance
 from naiad.backends.placement import first_instance
 from naiad.datatypes import DataType
@@ -129,7 +130,7 @@ class OnnxRuntimeBackend(ArrayBackend):
         batchable = all(info.shape[:1] == (-1,) for info in (*inputs.values(), *outputs.values()))
         max_batch_size = int(config.get("max_batch_size", 0))
         if batchable and max_batch_size == 0:
-            max_batch_size = max(0, _integer(model.settings.get("default-max-batch-size", "4")))
+            max_batch_size = max(0, integer(model.settings.get("default-max-batch-size", "4")))
             config["max_batch_size"] = max_batch_size
             _log(
                 model,
@@ -147,7 +148,7 @@ class OnnxRuntimeBackend(ArrayBackend):
         # What the sequence batcher gives and takes is no input or output of clients.
         sequence = config.get("sequence_batching", {})
         states = sequence.get("state", ())
-        given = {name for name, _ in _controls(sequence)} | {state["input_name"] for state in states}
+        given = {name for name, _ in control_inputs(config)} | {state["input_name"] for state in states}
         taken = {state["output_name"] for state in states}
         if not has_inputs:
             config["input"] = _configured(_without(inputs, given), max_batch_size > 0)
@@ -271,7 +272,7 @@ def _session_options(model: ModelContext, threads: int) -> Any:
     level = int(model.config.get("optimization", {}).get("graph", {}).get("level", 0))
     options.graph_optimization_level = _GRAPH_LEVELS.get(level, ort.GraphOptimizationLevel.ORT_ENABLE_ALL)
 
-    mode = _integer(parameters.get("execution_mode", "0"))
+    mode = integer(parameters.get("execution_mode", "0"))
     if mode not in _EXECUTION_MODES:
         raise InvalidArgument(
             f"Invalid configuration value provided. Expected values for  execution_mode are 0 or 1 but got {mode} ."
@@ -280,13 +281,13 @@ def _session_options(model: ModelContext, threads: int) -> Any:
 
     if _boolean(model.settings.get("enable-global-threadpool", "0")):
         _start_global_threads(
-            _integer(model.settings.get("intra_op_thread_count", "0")),
-            _integer(model.settings.get("inter_op_thread_count", "0")),
+            integer(model.settings.get("intra_op_thread_count", "0")),
+            integer(model.settings.get("inter_op_thread_count", "0")),
         )
         options.use_per_session_threads = False
     else:
-        options.intra_op_num_threads = _integer(parameters.get("intra_op_thread_count", "0")) or threads
-        options.inter_op_num_threads = _integer(parameters.get("inter_op_thread_count", "0"))
+        options.intra_op_num_threads = integer(parameters.get("intra_op_thread_count", "0")) or threads
+        options.inter_op_num_threads = integer(parameters.get("inter_op_thread_count", "0"))
         # Threads spin for more work while a batch runs, which is fast; between batches they would take the
         # cores from the server and from other hosts.
         options.add_session_config_entry("session.force_spinning_stop", "1")
@@ -380,7 +381,7 @@ def _cuda_options(parameters: Mapping[str, str]) -> dict[str, str]:
 
 
 def _choice(key: str, parameters: Mapping[str, str], choices: Sequence[str]) -> str:
-    number = _integer(parameters[key])
+    number = integer(parameters[key])
     if not 0 <= number < len(choices):
         raise InvalidArgument(f"unsupported {key} value '{number}' is requested")
     return choices[number]
@@ -433,7 +434,7 @@ def _check_inputs(
     expected = (
         sum(not tensor.get("optional") for tensor in config.get("input", ()))
         + len(config.get("batch_input", ()))
-        + len(_controls(sequence))
+        + len(control_inputs(config))
         + len(sequence.get("state", ()))
     )
     if len(required) != expected:
@@ -470,7 +471,7 @@ def _check_ragged(model: ModelContext, tensor: Mapping[str, Any], info: _TensorI
     if info.shape != (-1,):
         raise InvalidArgument(
             f"unable to load model '{model.name}', configuration expects model provides input with shape [-1]  for ragged"
-            f" input '{name}', model provides {_shape_text(info.shape)}"
+            f" input '{name}', model provides {shape_text(info.shape)}"
         )
 
 
@@ -511,40 +512,32 @@ def _check_dims(
         if any(dim != 1 for dim in dims):
             raise InvalidArgument(
                 f"unable to load model '{model.name}', scalar tensor '{name}', should only provide 1 in the model"
-                f" configuration when the model doesn't support batching. Model configuration provided: {_shape_text(dims)}."
+                f" configuration when the model doesn't support batching. Model configuration provided: {shape_text(dims)}."
             )
         return
     if batching and shape[0] != -1:
         raise InvalidArgument(
             f"model '{model.name}', tensor '{name}': for the model to support batching the shape should have at least 1"
-            f" dimension and the first dimension must be -1; but shape expected by the model is {_shape_text(shape)}"
+            f" dimension and the first dimension must be -1; but shape expected by the model is {shape_text(shape)}"
         )
     full = (-1, *dims) if batching else dims
     if len(shape) == len(full) and all(
         got == wanted or (wanted == -1 and not exact) for got, wanted in zip(full, shape, strict=True)
     ):
         return
-    why = (
-        "an initial batch dimension because max_batch_size > 0 followed by the explicit tensor shape, making complete shape"
-        if batching
-        else "shape"
-    )
-    raise InvalidArgument(
-        f"model '{model.name}', tensor '{name}': the model expects {len(shape)} dimensions (shape {_shape_text(shape)}) but"
-        f" the model configuration specifies {len(full)} dimensions ({why} {_shape_text(full)})"
-    )
+    raise wrong_dims(model.name, name, shape, full, batching)
 
 
 def _check_controls(model: ModelContext, infos: Mapping[str, _TensorInfo]) -> None:
     first = 1 if int(model.config.get("max_batch_size", 0)) > 0 else 0
-    for name, data_type in _controls(model.config.get("sequence_batching", {})):
+    for name, data_type in control_inputs(model.config):
         info = infos.get(name)
         if info is None:
             raise Internal(f"configuration specified sequence control '{name}', but model does not provide that input")
         if info.shape[first:] != (1,):
             raise InvalidArgument(
                 f"unable to load model '{model.name}', sequence control '{name}' in model has dims"
-                f" {_shape_text(info.shape[first:])} but dims [1] is expected"
+                f" {shape_text(info.shape[first:])} but dims [1] is expected"
             )
         if data_type != info.datatype.config_name:
             raise InvalidArgument(
@@ -552,23 +545,6 @@ def _check_controls(model: ModelContext, infos: Mapping[str, _TensorInfo]) -> No
                 f" {_ELEMENT_NAMES.get(info.datatype, info.datatype.name)} but the model configuration specifies data-type"
                 f" {data_type}"
             )
-
-
-def _controls(sequence: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Name and configured data type of each control input of `sequence_batching`."""
-    controls = []
-    for tensor in sequence.get("control_input", ()):
-        for control in tensor.get("control", ()):
-            if control.get("kind") == "CONTROL_SEQUENCE_CORRID":
-                data_type = control.get("data_type", "TYPE_INVALID")
-            elif control.get("int32_false_true"):
-                data_type = "TYPE_INT32"
-            elif control.get("fp32_false_true"):
-                data_type = "TYPE_FP32"
-            else:
-                data_type = "TYPE_BOOL"
-            controls.append((tensor["name"], data_type))
-    return controls
 
 
 # --- conversions --------------------------------------------------------------------------------------------------
@@ -630,17 +606,6 @@ def _translated(error: Exception) -> NaiadError:
         return Internal(str(error))
     code, text = status.groups()
     return Internal(f"onnx runtime error {code}: {text}")
-
-
-def _shape_text(shape: Sequence[int]) -> str:
-    return f"[{','.join(map(str, shape))}]"
-
-
-def _integer(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise InvalidArgument(f"failed to convert '{text}' to integer number") from None
 
 
 def _boolean(text: str) -> bool:

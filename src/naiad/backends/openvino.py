@@ -23,7 +23,7 @@ import ml_dtypes
 import numpy as np
 
 from naiad.backends.api import Array, ArrayBackend, ConfigDict, InstanceContext, ModelContext
-from naiad.backends.arrays import framework_dims
+from naiad.backends.configured import framework_dims, wrong_dims
 from naiad.backends.cores import available_cores
 from naiad.datatypes import BY_CONFIG_NAME, DataType
 from naiad.errors import Internal, InvalidArgument, NaiadError, Unavailable, Unsupported
@@ -450,15 +450,7 @@ def _check_shapes(
             for position, (extent, dim) in enumerate(zip(shape, full, strict=True))
         ):
             continue
-        why = (
-            "an initial batch dimension because max_batch_size > 0 followed by the explicit tensor shape, making complete shape"
-            if max_batch_size > 0
-            else "shape"
-        )
-        raise InvalidArgument(
-            f"{where}: the model expects {len(shape)} dimensions (shape {_shape_text(_extents(shape))}) but the model"
-            f" configuration specifies {len(full)} dimensions ({why} {_shape_text(full)})"
-        )
+        raise wrong_dims(model.name, tensor.name, _extents(shape), full, max_batch_size > 0)
 
 
 def _fits(extent: Any, dim: int) -> bool:
@@ -591,10 +583,6 @@ def _is_number(text: str) -> bool:
 
 def _number(text: str, default: str) -> int:
     return int(text if _is_number(text) else default)
-
-
-def _shape_text(shape: Sequence[int]) -> str:
-    return f"[{','.join(map(str, shape))}]"
 
 
 def _log(model: ModelContext, level: Any, message: str) -> None:

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from naiad.backends.arrays import framework_dims, from_text, to_text
+from naiad.backends.arrays import from_text, to_text
 from naiad.errors import InvalidArgument
 
 
@@ -30,16 +30,3 @@ def test_what_is_not_text_is_shown() -> None:
 def test_numpys_own_text_and_bytes() -> None:
     assert from_text(np.array(["a", "bc"])).tolist() == [b"a", b"bc"]
     assert from_text(np.array([b"a", b"bc"])).tolist() == [b"a", b"bc"]
-
-
-@pytest.mark.parametrize(
-    ("tensor", "dims"),
-    [
-        ({"dims": [2, -1]}, (2, -1)),
-        ({"dims": [4], "reshape": {"shape": [2, 2]}}, (2, 2)),
-        ({"dims": [1], "reshape": {"shape": []}}, ()),
-        ({"dims": [1], "reshape": {}}, ()),
-    ],
-)
-def test_a_reshape_is_above_dims(tensor: dict[str, object], dims: tuple[int, ...]) -> None:
-    assert framework_dims(tensor) == dims

@@ -15,7 +15,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from naiad.backends.api import Array, ConfigDict
-from naiad.backends.arrays import framework_dims, to_text
+from naiad.backends.arrays import to_text
+from naiad.backends.configured import framework_dims
 from naiad.backends.pytorch.structures import Declared, Path, index_of
 from naiad.backends.pytorch.tensors import TORCH_TYPES, Device
 from naiad.datatypes import BY_CONFIG_NAME, DataType

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from naiad.backends.api import ConfigDict, ModelContext
-from naiad.backends.arrays import framework_dims
+from naiad.backends.configured import framework_dims
 from naiad.backends.placement import first_instance
 from naiad.backends.pytorch import loading, settings
 from naiad.backends.pytorch.arguments import Forward, Tree, configured_inputs, datatype_of

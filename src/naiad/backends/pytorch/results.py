@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 from naiad.backends.api import Array, ConfigDict
-from naiad.backends.arrays import framework_dims, from_text
+from naiad.backends.arrays import from_text
+from naiad.backends.configured import framework_dims
 from naiad.backends.pytorch.structures import Path, describe, has_order, is_text, leaves, places
 from naiad.backends.pytorch.tensors import DATATYPES, Device, check_datatype, number_type
 from naiad.datatypes import BY_CONFIG_NAME, DataType

@@ -11,7 +11,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
 import tensorflow as tf
 
 from naiad.backends.api import Array, ArrayBackend, ConfigDict, InstanceContext, ModelContext
-from naiad.backends.arrays import framework_dims
+from naiad.backends.configured import framework_dims
 from naiad.backends.tensorflow.graphs import (
     GraphSession,
     as_array,

@@ -13,6 +13,7 @@ import tensorflow as tf
 from tensorflow.core.protobuf import config_pb2, rewriter_config_pb2
 
 from naiad.backends.api import InstanceContext, ModelContext
+from naiad.backends.configured import integer
 from naiad.backends.cores import available_cores
 from naiad.errors import InvalidArgument, Unavailable, Unsupported
 
@@ -60,12 +61,12 @@ def log(model: ModelContext, level: Literal["WARNING", "INFO"], message: str) ->
 def read_options(model: ModelContext) -> Options:
     """Raises InvalidArgument where a value is not what it should be, Unavailable for a missing file."""
     parameters, settings = model.parameters, model.settings
-    share_count = _integer(parameters.get("MAX_SESSION_SHARE_COUNT", "1"))
+    share_count = integer(parameters.get("MAX_SESSION_SHARE_COUNT", "1"))
     if share_count <= 0:
         raise InvalidArgument(
             f"parameter 'MAX_SESSION_SHARE_COUNT' must be positive number for TensorFlow model '{model.name}'"
         )
-    intra_threads = _integer(parameters.get("TF_NUM_INTRA_THREADS", "0"))
+    intra_threads = integer(parameters.get("TF_NUM_INTRA_THREADS", "0"))
     if intra_threads < 0:
         raise InvalidArgument(
             f"parameter 'TF_NUM_INTRA_THREADS' must be non-negative number for TensorFlow model '{model.name}'"
@@ -76,11 +77,11 @@ def read_options(model: ModelContext) -> Options:
         max_session_share_count=share_count,
         init_operations=_init_operations(model, parameters.get("TF_INIT_OPS_FILE", "")),
         intra_threads=intra_threads,
-        inter_threads=_integer(parameters.get("TF_NUM_INTER_THREADS", "0")),
+        inter_threads=integer(parameters.get("TF_NUM_INTER_THREADS", "0")),
         use_per_session_threads=_boolean(parameters.get("TF_USE_PER_SESSION_THREADS", "false")),
         allow_soft_placement=_boolean(settings.get("allow-soft-placement", "true")),
         gpu_memory_fraction=_number(settings.get("gpu-memory-fraction", "0")),
-        default_max_batch_size=max(0, _integer(settings.get("default-max-batch-size", "4"))),
+        default_max_batch_size=max(0, integer(settings.get("default-max-batch-size", "4"))),
     )
 
 
@@ -149,7 +150,7 @@ def _tensorrt_options(parameters: dict[str, str]) -> dict[str, Any]:
                 raise InvalidArgument(f"unsupported precision mode '{value}' is requested")
             options[key] = value
         elif key in _TENSORRT_DEFAULTS:
-            options[key] = _integer(value)
+            options[key] = integer(value)
         else:
             raise InvalidArgument(f"unknown parameter '{key}' is provided for TensorRT Execution Accelerator")
     return options
@@ -195,13 +196,6 @@ def _init_operations(model: ModelContext, filename: str) -> tuple[str, ...]:
             f"unable to load model '{model.name}': init_ops of {path} is {operations!r}, expected a list of strings"
         )
     return tuple(operations)
-
-
-def _integer(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise InvalidArgument(f"failed to convert '{text}' to integer number") from None
 
 
 def _number(text: str) -> float:

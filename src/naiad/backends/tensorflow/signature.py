@@ -6,12 +6,12 @@ graph leaves open may be fixed by the configuration; Triton takes its configurat
 against what the graph knows, and completed from it.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from naiad.backends.api import ConfigDict
-from naiad.backends.arrays import framework_dims
+from naiad.backends.configured import control_inputs, framework_dims, shape_text, wrong_dims
 from naiad.datatypes import DataType
 from naiad.errors import Internal, InvalidArgument, NaiadError
 
@@ -138,7 +138,7 @@ def _completed_inputs(model: str, config: ConfigDict, signature: Signature, batc
     ]
     taken = {tensor.get("name") for tensor in tensors}
     taken.update(name for batch_input in config.get("batch_input", ()) for name in batch_input.get("target_name", ()))
-    taken.update(name for name, _ in sequence_inputs(config))
+    taken.update(name for name, _ in control_inputs(config))
     taken.update(state["input_name"] for state in sequence_states(config))
     for name, info in signature.inputs.items():
         if name in taken:
@@ -213,7 +213,7 @@ def check(model: str, config: ConfigDict, signature: Signature) -> None:
             f"unable to load model '{model}', configuration expects {len(inputs)} inputs, model provides at most"
             f" {len(signature.inputs)}"
         )
-    controls = list(sequence_inputs(config))
+    controls = control_inputs(config)
     for name, data_type in controls:
         _check_control(model, name, data_type, signature, batching)
     _check_names("input", inputs, signature.inputs)
@@ -301,15 +301,7 @@ def dims_problem(
             fits = all(got == wanted or (wanted == -1 and not exact) for got, wanted in pairs)
         if fits:
             return None
-    why = (
-        "an initial batch dimension because max_batch_size > 0 followed by the explicit tensor shape, making complete shape"
-        if batching
-        else "shape"
-    )
-    return InvalidArgument(
-        f"model '{model}', tensor '{name}': the model expects {len(shape)} dimensions (shape {shape_text(shape)}) but the"
-        f" model configuration specifies {len(full)} dimensions ({why} {shape_text(full)})"
-    )
+    return wrong_dims(model, name, shape, full, batching)
 
 
 def _check_control(model: str, name: str, data_type: str, signature: Signature, batching: bool) -> None:
@@ -328,24 +320,6 @@ def _check_control(model: str, name: str, data_type: str, signature: Signature, 
         )
 
 
-def sequence_inputs(config: ConfigDict) -> Iterator[tuple[str, str]]:
-    """Name and configured data type of each control input of `sequence_batching`."""
-    for tensor in config.get("sequence_batching", {}).get("control_input", ()):
-        for control in tensor.get("control", ()):
-            if control.get("kind") == "CONTROL_SEQUENCE_CORRID":
-                yield tensor["name"], control.get("data_type", "TYPE_INVALID")
-            elif control.get("int32_false_true"):
-                yield tensor["name"], "TYPE_INT32"
-            elif control.get("fp32_false_true"):
-                yield tensor["name"], "TYPE_FP32"
-            else:
-                yield tensor["name"], "TYPE_BOOL"
-
-
 def sequence_states(config: ConfigDict) -> list[Tensor]:
     """The implicit state of `sequence_batching`, which Triton has for other backends only."""
     return list(config.get("sequence_batching", {}).get("state", ()))
-
-
-def shape_text(shape: Sequence[int]) -> str:
-    return f"[{','.join(map(str, shape))}]"
