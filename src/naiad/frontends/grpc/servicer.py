@@ -4,8 +4,10 @@ Unary inference is begun here and answered by a sink; everything else is a corou
 are `NaiadError`s. Lives on the event loop.
 """
 
+import os
 import re
 import time
+from asyncio import sleep
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -112,6 +114,9 @@ class Servicer:
             for category in restriction.categories
         }
         self._inference_guard = self._guards.get("inference")
+        delay = os.environ.get("TRITONSERVER_SERVER_DELAY_GRPC_RESPONSE_SEC", "")
+        #: A test hook of Triton, which tests of clients' timeouts set: answers that are no inference come so late.
+        self._delay_s = int(delay) if delay.isdigit() else 0
         self.methods = {
             f"/{service}/{name}": Method(self, category, request_type, act)
             for service, name, category, request_type, act in self._table()
@@ -381,10 +386,11 @@ Act = Callable[[Message, str], Awaitable[Message]]
 class Method:
     """One RPC from bytes to bytes."""
 
-    __slots__ = ("_act", "_guard", "_request_type")
+    __slots__ = ("_act", "_delay_s", "_guard", "_request_type")
 
     def __init__(self, servicer: Servicer, category: str, request_type: Any, act: Act) -> None:
         self._guard = servicer._guards.get(category)
+        self._delay_s = servicer._delay_s
         self._request_type = request_type
         self._act = act
 
@@ -398,7 +404,11 @@ class Method:
             except Exception as error:  # protobuf's DecodeError, whose class differs between its implementations
                 name = self._request_type.DESCRIPTOR.name
                 raise InvalidArgument(f"the request is not a valid {name}: {error}") from error
-        response = await self._act(request, peer)
+        try:
+            response = await self._act(request, peer)
+        finally:
+            if self._delay_s:
+                await sleep(self._delay_s)
         return response if isinstance(response, bytes) else bytes(response.SerializeToString())
 
 

@@ -20,6 +20,7 @@ from tritonclient.grpc.aio import InferenceServerClient
 
 from naiad.datatypes import DataType
 from naiad.errors import Cancelled, Internal
+from naiad.frontends.grpc import servicer as servicer_module
 from naiad.frontends.grpc import stream as stream_module
 from naiad.frontends.grpc.errors import SHUTTING_DOWN
 from naiad.frontends.grpc.options import GrpcOptions
@@ -428,6 +429,28 @@ async def test_health(connect: Connect) -> None:
         )
         for name, version, ready in (("identity", "", True), ("identity", "4", False), ("nonesuch", "", False)):
             assert (await stub.ModelReady(pb.ModelReadyRequest(name=name, version=version))).ready is ready
+
+
+@pytest.mark.parametrize(("request_", "code"), [({}, None), ({"name": "nonesuch"}, StatusCode.NOT_FOUND)])
+async def test_tests_of_clients_may_have_answers_come_late(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch, request_: dict[str, str], code: StatusCode | None
+) -> None:
+    slept: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+
+    monkeypatch.setenv("TRITONSERVER_SERVER_DELAY_GRPC_RESPONSE_SEC", "2")
+    monkeypatch.setattr(servicer_module, "sleep", sleep)
+    async with connect() as connection:
+        await connection.stub.ModelInfer(ask())
+        assert slept == [], "inference is not delayed"
+        metadata = connection.stub.ModelMetadata(pb.ModelMetadataRequest(**{"name": "identity"} | request_))
+        if code is None:
+            assert (await metadata).name == "identity"
+        else:
+            assert (await connection.refusal(metadata))[0] is code
+    assert slept == [2]
 
 
 async def test_metadata_and_configuration(connect: Connect) -> None:
