@@ -235,8 +235,11 @@ class BackendEnvironment:
 
     def __init__(self, backend: str, reference: str, interpreter: str, warn: Callable[[str], None]) -> None:
         self.backend = backend
-        self._reference = reference
-        self._interpreter = interpreter
+        self.reference = reference
+        self.interpreter = interpreter
+        #: How many models are opened in it, and have been.
+        self.models = 0
+        self.opened = 0
         self._warn = warn
         self._zygote: _Zygote | None = None
         self._ending: list[_Zygote] = []
@@ -276,7 +279,7 @@ class BackendEnvironment:
         """Raises InvalidArgument for an interpreter that cannot run naiad, neither its own nor the server's."""
         try:
             process = await asyncio.create_subprocess_exec(
-                self._interpreter,
+                self.interpreter,
                 "-c",
                 _PROBE,
                 stdin=subprocess.DEVNULL,
@@ -286,16 +289,16 @@ class BackendEnvironment:
             )
         except OSError as error:
             raise Unavailable(
-                f"cannot start '{self._interpreter}' for backend '{self.backend}': {error.strerror}"
+                f"cannot start '{self.interpreter}' for backend '{self.backend}': {error.strerror}"
             ) from error
         output, _ = await process.communicate()
         said = output.decode(errors="replace").strip()
         version, _, has_naiad = said.rpartition("\n")[2].partition(" ")
         if process.returncode != 0:
-            raise InvalidArgument(f"'{self._interpreter}' is no Python that works: {said}")
+            raise InvalidArgument(f"'{self.interpreter}' is no Python that works: {said}")
         if version != _OWN_VERSION and has_naiad != "True":
             raise InvalidArgument(
-                f"backend '{self.backend}' cannot run in the Python environment of {self._interpreter}: that is Python "
+                f"backend '{self.backend}' cannot run in the Python environment of {self.interpreter}: that is Python "
                 f"{version}, the server is Python {_OWN_VERSION} and can lend its packages to the same version only. Make "
                 f"the environment with Python {_OWN_VERSION}, or install naiad in it"
             )
@@ -306,7 +309,7 @@ class BackendEnvironment:
             if zygote is not None:
                 self._ending = [old for old in [*self._ending, zygote] if not old.ended.done()]
             loop = asyncio.get_running_loop()
-            zygote = self._zygote = _Zygote(loop, self.backend, self._reference, self._interpreter)
+            zygote = self._zygote = _Zygote(loop, self.backend, self.reference, self.interpreter)
         return zygote
 
     async def _hello(self, zygote: _Zygote) -> Hello:

@@ -200,8 +200,11 @@ class HostedModel:
         if self._asking is not None:
             self._asking.cancel()
         self._pool.forget(self)
-        await self._leave(self._tenants, timeout_s)
-        await asyncio.gather(*self._leaving)
+        try:
+            await self._leave(self._tenants, timeout_s)
+            await asyncio.gather(*self._leaving)
+        finally:
+            self._pool.closed_in(self._environment)
 
     def tick(self, beat_s: float) -> None:
         """One beat of the pool's timer: ends hosts whose batch takes too long."""
@@ -263,7 +266,8 @@ class Hosts:
     """The pool. `on_log` gets lines of model code, `on_call` answers `Services.call`, `on_gone` hears
     of the end of whoever called.
 
-    `execution_timeout_s` 0 is never. `beat_s` is how exactly executions are timed.
+    `execution_timeout_s` 0 is never. `beat_s` is how exactly executions are timed. `idle_zygote_s` is how long the
+    zygote of another interpreter than the server's is kept for a next model, when there is none in it.
     """
 
     def __init__(
@@ -277,6 +281,7 @@ class Hosts:
         limits: Limits = Limits(),  # noqa: B008 - frozen
         restart_policy: Callable[[float], RestartPolicy] = RestartPolicy,
         beat_s: float = 1.0,
+        idle_zygote_s: float = 60.0,
     ) -> None:
         self._isolation = isolation
         self._on_log = on_log
@@ -286,10 +291,12 @@ class Hosts:
         self._limits = limits
         self._restart_policy = restart_policy
         self._beat_s = beat_s
+        self._idle_zygote_s = idle_zygote_s
         self._environments: dict[tuple[str, str], BackendEnvironment] = {}
         self._shared: dict[tuple[BackendEnvironment, str], Host] = {}
         self._models: dict[HostedModel | ThreadModel, None] = {}
         self._timer: asyncio.TimerHandle | None = None
+        self._ending: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Self:
         self._beat()
@@ -302,7 +309,7 @@ class Hosts:
             self._timer.cancel()
             self._timer = None
         await asyncio.gather(*(model.close(0.0) for model in list(self._models)))
-        await asyncio.gather(*(environment.close() for environment in self._environments.values()))
+        await asyncio.gather(*self._ending, *(environment.close() for environment in self._environments.values()))
         self._environments.clear()
 
     async def open(self, spec: ModelSpec) -> "HostedModel | ThreadModel":
@@ -325,7 +332,13 @@ class Hosts:
             environment = self._environments[key] = BackendEnvironment(
                 spec.backend, reference, spec.interpreter, self._warn
             )
-        hello = await environment.start()
+        environment.models += 1
+        environment.opened += 1
+        try:
+            hello = await environment.start()
+        except BaseException:
+            self.closed_in(environment)
+            raise
         model = HostedModel(spec, self, environment, hello.instances_as, hello.takes_requests)
         model.uses_gpus = hello.uses_gpus
         self._models[model] = None
@@ -378,6 +391,21 @@ class Hosts:
 
     def forget(self, model: "HostedModel | ThreadModel") -> None:
         self._models.pop(model, None)
+
+    def closed_in(self, environment: BackendEnvironment) -> None:
+        """One model less in an environment. Without any, the zygote of another interpreter ends after a while."""
+        environment.models -= 1
+        if not environment.models and environment.interpreter != sys.executable:
+            loop = asyncio.get_running_loop()
+            loop.call_later(self._idle_zygote_s, self._end_if_idle, environment, environment.opened)
+
+    def _end_if_idle(self, environment: BackendEnvironment, opened: int) -> None:
+        key = (environment.reference, environment.interpreter)
+        if environment.opened == opened and self._environments.get(key) is environment:
+            del self._environments[key]
+            task = asyncio.get_running_loop().create_task(environment.close())
+            self._ending.add(task)
+            task.add_done_callback(self._ending.discard)
 
     def _make_host(self, name: str, environment: BackendEnvironment, exclusive: bool) -> Host:
         now = asyncio.get_running_loop().time()

@@ -1,6 +1,7 @@
 """Hosts that live, die and come back; real processes, really killed."""
 
 import asyncio
+import contextlib
 import gc
 import os
 import signal
@@ -15,6 +16,7 @@ from instance_lab import Batch, available, config, parameters, request, run, unt
 from naiad.backends.api import InstanceContext
 from naiad.errors import Internal, InvalidArgument, Unavailable
 from naiad.instances.environment import Child
+from naiad.instances.hosts import ModelSpec
 from naiad.instances.restart import RestartPolicy
 
 STRINGS = config("BYTES", [1])
@@ -300,6 +302,40 @@ async def test_a_dead_zygote_is_replaced_and_its_hosts_live_on(lab):
     assert "its host process ended; it is being restarted" in error.message
     await available(model.instances[0])
     assert output(await say(model.instances[0], "hello")) == b"hello"
+
+
+async def test_the_zygote_of_another_interpreter_ends_when_no_model_is_left_in_it(make_lab, tmp_path):
+    async with make_lab(idle_zygote_s=0.05) as lab:
+
+        async def open_in(interpreter):
+            with contextlib.suppress(FileExistsError):
+                os.symlink(sys.executable, interpreter)
+            return await lab.hosts.open(
+                ModelSpec("m", 1, "python", tmp_path, tmp_path, tmp_path / "model.py", interpreter=str(interpreter))
+            )
+
+        async def idle():
+            """Until a zygote has ended that has been idle for a shorter time than all others that are."""
+            there = set(zygotes_of(os.getpid()))
+            model = await open_in(tmp_path / f"python-{len(os.listdir(tmp_path))}")
+            (last,) = set(zygotes_of(os.getpid())) - there
+            await model.close()
+            await until(lambda: not is_alive(last))
+
+        own, first, second = [await open_in(path) for path in (sys.executable, tmp_path / "a", tmp_path / "a")]
+        kept, other = zygotes_of(os.getpid())
+        await own.close()
+        await first.close()
+        await idle()
+        assert is_alive(other)
+        await second.close()
+        third = await open_in(tmp_path / "a")
+        await idle()
+        assert is_alive(other)
+        await third.close()
+        await until(lambda: not is_alive(other))
+        assert is_alive(kept)
+        await (await open_in(tmp_path / "a")).close()
 
 
 async def test_signals_of_a_terminal_leave_zygotes_and_hosts_alone(lab):
