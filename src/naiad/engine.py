@@ -1,6 +1,6 @@
 """The engine: the only object a front end sees. On the event loop; every method raises only NaiadError.
 
-HTTP, gRPC, calls from inside models, ensemble steps and the in-process API all come through it.
+HTTP, gRPC, calls from inside models and the steps of ensembles all come through it.
 """
 
 import asyncio
@@ -9,15 +9,13 @@ from collections.abc import Mapping
 
 from naiad import __version__
 from naiad.config.model_config import ModelConfig
-from naiad.errors import InvalidArgument, NaiadError, Unavailable
+from naiad.errors import InvalidArgument, Unavailable
 from naiad.messages import (
     IndexEntry,
     InferRequest,
-    InferResponse,
     ModelMetadata,
     ModelStatistics,
     ResponseSink,
-    Result,
     ServerMetadata,
 )
 from naiad.models.check import BrokenContents
@@ -127,16 +125,6 @@ class Engine:
             raise
         return call
 
-    async def infer_once(self, request: InferRequest) -> InferResponse:
-        """One request, one response, with buffers of its own: for callers inside the process."""
-        sink = _Single()
-        call = self.infer(request, sink)
-        try:
-            return await sink.result
-        except asyncio.CancelledError:
-            call.cancel()
-            raise
-
     # ---------------------------------------------------------------- about server and models
 
     def metadata(self) -> ServerMetadata:
@@ -173,20 +161,3 @@ class Engine:
 
     async def unload(self, name: str, unload_dependents: bool = False) -> None:
         await self._manager.unload(name, unload_dependents)
-
-
-class _Single:
-    """Turns the one result of a call into a future."""
-
-    def __init__(self) -> None:
-        self.result: asyncio.Future[InferResponse] = asyncio.get_running_loop().create_future()
-
-    def send(self, result: Result | None, final: bool) -> None:
-        if self.result.done():
-            return
-        if isinstance(result, NaiadError):
-            self.result.set_exception(result)
-        elif result is None:
-            self.result.set_exception(Unavailable("the model ended without a response"))
-        else:
-            self.result.set_result(result.owned())

@@ -70,10 +70,6 @@ class Cancelled(NaiadError):
     triton_code = "CANCELLED"
 
 
-class DeadlineExceeded(Unavailable):
-    """The time allowed for a request passed."""
-
-
 class ResourceExhausted(Unavailable):
     """A limit (arena, queue, memory) does not admit the request."""
 

@@ -7,10 +7,11 @@ from naiad.frontends.http.connection import Exchange, Headers
 from naiad.frontends.http.listener import Service
 from naiad.frontends.http.replies import PLAIN
 from naiad.protocol.json_text import error_document
+from naiad.telemetry.exposition import CONTENT_TYPE
 
 logger = logging.getLogger(__name__)
 
-_HEADERS: Headers = [("content-type", "text/plain; charset=utf-8")]
+_HEADERS: Headers = [("content-type", CONTENT_TYPE)]
 _METHOD_NOT_ALLOWED = error_document("Method Not Allowed")
 
 
