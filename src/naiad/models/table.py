@@ -9,17 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from naiad.config.read import Draft
-from naiad.errors import (
-    AlreadyExists,
-    Cancelled,
-    Internal,
-    InvalidArgument,
-    NaiadError,
-    NotFound,
-    Unavailable,
-    Unknown,
-    Unsupported,
-)
+from naiad.errors import InvalidArgument, NaiadError, NotFound, Unavailable
 from naiad.messages import IndexEntry
 from naiad.models.model import Model
 from naiad.models.plan import Actual, circle
@@ -27,16 +17,15 @@ from naiad.repository.snapshot import ModelDirectory
 
 State = Literal["LOADING", "READY", "UNLOADING", "UNAVAILABLE"]
 
-#: How Triton prefixes the text of an error that became a version's state.
-_KIND_NAMES: Mapping[type[NaiadError], str] = {
-    Internal: "Internal",
-    InvalidArgument: "Invalid argument",
-    NotFound: "Not found",
-    Unavailable: "Unavailable",
-    Unsupported: "Unsupported",
-    AlreadyExists: "Already exists",
-    Cancelled: "Cancelled",
-    Unknown: "Unknown",
+#: How Triton prefixes the text of an error that became a version's state, by its code.
+_KIND_NAMES: Mapping[str, str] = {
+    "INTERNAL": "Internal",
+    "INVALID_ARG": "Invalid argument",
+    "NOT_FOUND": "Not found",
+    "UNAVAILABLE": "Unavailable",
+    "UNSUPPORTED": "Unsupported",
+    "ALREADY_EXISTS": "Already exists",
+    "CANCELLED": "Cancelled",
 }
 
 
@@ -44,10 +33,7 @@ def with_kind(error: BaseException) -> str:
     """The text of an error behind the name of its kind, as Triton writes it into states and logs."""
     if not isinstance(error, NaiadError):
         return f"Internal: {error}"
-    for kind in type(error).__mro__:
-        if kind in _KIND_NAMES:
-            return f"{_KIND_NAMES[kind]}: {error.message}"
-    return f"Unknown: {error.message}"
+    return f"{_KIND_NAMES.get(error.triton_code, 'Unknown')}: {error.message}"
 
 
 @dataclass(slots=True)

@@ -2,27 +2,17 @@
 
 from grpc import StatusCode
 
-from naiad.errors import (
-    AlreadyExists,
-    Cancelled,
-    Internal,
-    InvalidArgument,
-    NaiadError,
-    NotFound,
-    Unavailable,
-    Unknown,
-    Unsupported,
-)
+from naiad.errors import NaiadError
 
-_STATUS: dict[type[NaiadError], StatusCode] = {
-    Unknown: StatusCode.UNKNOWN,
-    InvalidArgument: StatusCode.INVALID_ARGUMENT,
-    NotFound: StatusCode.NOT_FOUND,
-    Unavailable: StatusCode.UNAVAILABLE,
-    Unsupported: StatusCode.UNIMPLEMENTED,
-    AlreadyExists: StatusCode.ALREADY_EXISTS,
-    Cancelled: StatusCode.CANCELLED,
-    Internal: StatusCode.INTERNAL,
+#: By Triton's code of the kind.
+_STATUS = {
+    "INVALID_ARG": StatusCode.INVALID_ARGUMENT,
+    "NOT_FOUND": StatusCode.NOT_FOUND,
+    "UNAVAILABLE": StatusCode.UNAVAILABLE,
+    "UNSUPPORTED": StatusCode.UNIMPLEMENTED,
+    "ALREADY_EXISTS": StatusCode.ALREADY_EXISTS,
+    "CANCELLED": StatusCode.CANCELLED,
+    "INTERNAL": StatusCode.INTERNAL,
 }
 
 #: What a client is told whose call comes too late.
@@ -33,12 +23,8 @@ _DETAILS_LIMIT = 6000
 
 
 def status(error: NaiadError) -> tuple[StatusCode, str]:
-    """The status code and details of an error: those of the nearest kind it is derived from."""
+    """The status code and details of an error."""
     details = error.message
     if len(details) > _DETAILS_LIMIT:
         details = f"{details[:_DETAILS_LIMIT]}..."
-    for kind in type(error).__mro__:
-        code = _STATUS.get(kind)
-        if code is not None:
-            return code, details
-    return StatusCode.UNKNOWN, details
+    return _STATUS.get(error.triton_code, StatusCode.UNKNOWN), details
