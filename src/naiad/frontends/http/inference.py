@@ -184,7 +184,11 @@ class Inference:
                 return None
             if len(body) >= LARGE:
                 return self._infer_slowly(exchange, model, version)
-            body = decompress(bytes(body), self._max_input_size)
+            try:
+                body = decompress(bytes(body), min(LARGE, self._max_input_size))
+            except InvalidArgument:
+                # A little can be much of the same.
+                return self._infer_slowly(exchange, model, version)
         json_size = header_length(facts.header_length, len(body))
         if json_size >= LARGE:
             return self._infer_slowly(exchange, model, version)

@@ -19,7 +19,7 @@ from http_fake_engine import FakeEngine, FakeSettings
 from http_raw_client import Client, read_answer, request_bytes
 
 from naiad.errors import InvalidArgument, Unavailable
-from naiad.frontends.http import generate, management
+from naiad.frontends.http import generate, inference, management
 from naiad.frontends.http.app import HttpFrontend
 from naiad.frontends.http.metrics import MetricsFrontend
 from naiad.messages import SequenceControl
@@ -277,6 +277,22 @@ class TestInfer:
 
 
 class TestCompression:
+    async def test_what_is_large_decompressed_is_decompressed_in_a_thread(
+        self, client: Client, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        sizes: dict[bool, int] = {}
+        decompress = inference.decompress
+
+        def noted(body: bytes, max_size: int) -> bytes:
+            sizes[threading.current_thread() is threading.main_thread()] = max_size
+            return decompress(body, max_size)
+
+        monkeypatch.setattr(inference, "decompress", noted)
+        body = json.dumps(ADD_SUB).encode() + b" " * (8 << 20)
+        answer = await client.post(INFER, gzip.compress(body), {"Content-Encoding": "gzip"})
+        assert answer.json == ADD_SUB_ANSWER
+        assert sizes == {True: 1 << 20, False: 64 << 20}
+
     @pytest.mark.parametrize(("encoding", "compress"), [("gzip", gzip.compress), ("deflate", zlib.compress)])
     async def test_request(self, client: Client, encoding: str, compress: Any) -> None:
         body = compress(json.dumps(ADD_SUB).encode())
