@@ -540,7 +540,7 @@ class ServerOptions:
         check=_at_least(0),
     )
     strict_model_config: bool = _repository(
-        "--strict-model-config", False, "Deprecated: true is --disable-auto-complete-config.", kind=bool
+        "--strict-model-config", False, "Deprecated: use --disable-auto-complete-config.", kind=bool
     )
 
     allow_http: bool = _http("--allow-http", True, "Listen for HTTP requests.", kind=bool)
@@ -746,19 +746,21 @@ class ServerOptions:
         metavar="[mode,]setting=value",
         repeatable=True,
     )
-    trace_file: str = _tracing("--trace-file", "", "Deprecated: --trace-config=triton,file=<path>.", metavar="path")
+    trace_file: str = _tracing("--trace-file", "", "Deprecated: use --trace-config=triton,file=<path>.", metavar="path")
     trace_level: tuple[Setting, ...] = _tracing(
         "--trace-level",
         (),
-        "Deprecated: --trace-config=level=<level>.",
+        "Deprecated: use --trace-config=level=<level>.",
         parse=_trace_level,
         metavar="OFF|TIMESTAMPS|TENSORS",
         repeatable=True,
     )
-    trace_rate: int | None = _tracing("--trace-rate", None, "Deprecated: --trace-config=rate=<number>.", kind=int)
-    trace_count: int | None = _tracing("--trace-count", None, "Deprecated: --trace-config=count=<number>.", kind=int)
+    trace_rate: int | None = _tracing("--trace-rate", None, "Deprecated: use --trace-config=rate=<number>.", kind=int)
+    trace_count: int | None = _tracing(
+        "--trace-count", None, "Deprecated: use --trace-config=count=<number>.", kind=int
+    )
     trace_log_frequency: int | None = _tracing(
-        "--trace-log-frequency", None, "Deprecated: --trace-config=triton,log-frequency=<number>.", kind=int
+        "--trace-log-frequency", None, "Deprecated: use --trace-config=triton,log-frequency=<number>.", kind=int
     )
 
     backend_directory: str = _backends(
@@ -798,7 +800,7 @@ class ServerOptions:
     )
 
     response_cache_byte_size: int | None = _cache(
-        "--response-cache-byte-size", None, "Deprecated: --cache-config=local,size=<number>.", kind=int
+        "--response-cache-byte-size", None, "Deprecated: use --cache-config=local,size=<number>.", kind=int
     )
 
     rate_limit: Literal["off", "execution_count"] = _rate(

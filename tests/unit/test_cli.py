@@ -46,6 +46,15 @@ def test_a_command_line_of_tritons_server_works_with_and_without_serve(served, f
     assert served == [ServerOptions(model_repository=("/a", "/b"), http_port=2, strict_readiness=False)]
 
 
+def test_a_deprecated_flag_works_and_says_what_takes_its_place(served, capsys):
+    assert run("--trace-file=/t", "--trace-rate=3", "--model-repository=/a") == 0
+    assert [(options.trace_file, options.trace_rate) for options in served] == [("/t", 3)]
+    assert capsys.readouterr().err.splitlines() == [
+        "Warning: '--trace-file' has been deprecated: use --trace-config=triton,file=<path>.",
+        "Warning: '--trace-rate' has been deprecated: use --trace-config=rate=<number>.",
+    ]
+
+
 def test_a_switch_takes_no_value(served):
     assert run("--disable-auto-complete-config", "--model-repository=/a") == 0
     assert not served[0].auto_complete_config

@@ -21,6 +21,8 @@ from naiad.options import (
 
 #: Exit status for a wrong command line, as of Triton's server.
 _WRONG = 1
+#: How the help of a flag begins that Triton warns of; the flag that takes its place follows.
+_DEPRECATED = "Deprecated: "
 
 
 def parse_arguments(arguments: list[str], prog_name: str = "naiad serve") -> ServerOptions:
@@ -133,6 +135,11 @@ def _options(context: click.Context) -> ServerOptions:
             given[name] = ["true"] if value else []
         else:
             given[name] = list(value)
+    for name, texts in given.items():
+        option = OPTIONS[name]
+        if texts and option.help.startswith(_DEPRECATED):
+            instead = option.help.removeprefix(_DEPRECATED)
+            click.echo(f"Warning: '{option.flag}' has been deprecated: {instead}", err=True)
     try:
         return parse_options(given)
     except NaiadError as error:
