@@ -100,7 +100,7 @@ class ModelManager:
                 names = sorted(snapshot.models)
             missing = [name for name in names if name not in snapshot.models]
             for name in missing:
-                record = self._record(name)
+                record = self.table.record(name)
                 record.error = Internal(f"failed to load '{name}', failed to poll from model repository")
                 self._log.error(f"{record.error.message}: there is no such model in the repositories")
             await self._want([name for name in names if name in snapshot.models], snapshot)
@@ -118,7 +118,7 @@ class ModelManager:
         changed = [
             name
             for name, directory in snapshot.models.items()
-            if (source := self._record(name).source) is None or not _same_files(source.directory, directory)
+            if (source := self.table.record(name).source) is None or not _same_files(source.directory, directory)
         ]
         await self._want(changed, snapshot)
         self._reconcile()
@@ -135,7 +135,7 @@ class ModelManager:
     async def _want(self, names: list[str], snapshot: Snapshot) -> None:
         sources = await asyncio.gather(*(self._sources.read(snapshot.models[name]) for name in names))
         for name, source in zip(names, sources, strict=True):
-            record = self._record(name)
+            record = self.table.record(name)
             record.explicit = True
             self._take_source(record, source)
         for source in sources:
@@ -145,14 +145,18 @@ class ModelManager:
     async def _want_members(self, source: Source) -> None:
         """In explicit mode an ensemble brings its members along, those of nested ensembles too."""
         for name in source.members:
-            record = self._record(name)
-            if record.source is None:
-                snapshot = await self._sources.scan([name])
-                if name in snapshot.models:
-                    member = await self._sources.read(snapshot.models[name])
-                    if record.source is None:  # nobody else has read it meanwhile
-                        self._take_source(record, member)
-                    await self._want_members(member)
+            if self._is_wanted(name):
+                continue
+            snapshot = await self._sources.scan([name])
+            if name in snapshot.models:
+                member = await self._sources.read(snapshot.models[name])
+                if not self._is_wanted(name):  # nobody else has read it meanwhile
+                    self._take_source(self.table.record(name), member)
+                await self._want_members(member)
+
+    def _is_wanted(self, name: str) -> bool:
+        record = self._records.get(name)
+        return record is not None and record.source is not None
 
     async def names(self) -> Mapping[str, int]:
         """The model folders, and in how many repositories each is."""
@@ -176,12 +180,13 @@ class ModelManager:
         source = await self._source_for(name, parameters)
         source.uses += 1
         try:
-            record = self._record(name)
+            record = self.table.record(name)
             if isinstance(source.draft, NaiadError):
                 record.error = source.draft
                 self._log.error(f"failed to poll model '{name}': {source.draft.message}")
                 if not record.states and record.source is None:
-                    del self._records[name]
+                    record.error = None
+                    self.table.put_away(record)
                 raise Internal(f"failed to load '{name}', failed to poll from model repository") from source.draft
             models |= self._with_members(source.members)
             await self._turn(models)
@@ -218,7 +223,7 @@ class ModelManager:
             if name in snapshot.duplicates:
                 self._log.error(f"failed to poll model '{name}': not unique across all model repositories")
             raise Internal(f"failed to load '{name}', failed to poll from model repository")
-        record = self._record(name)
+        record = self.table.record(name)
         kept = record.source
         if (
             kept is not None
@@ -313,12 +318,6 @@ class ModelManager:
             raise Unavailable("explicit model load / unload is not allowed if polling is enabled")
         if not self._accepting:
             raise Unavailable("Server is stopping, models are neither loaded nor unloaded any more")
-
-    def _record(self, name: str) -> Record:
-        record = self._records.get(name)
-        if record is None:
-            record = self._records[name] = Record(name)
-        return record
 
     def _take_source(self, record: Record, source: Source) -> None:
         old = record.source
@@ -445,6 +444,7 @@ class ModelManager:
             self._update_done(record, source, generation, loaded, updates)
         finally:
             self._release(source)
+        self.table.put_away(record)
         self._reconcile()
 
     def _needs_only_instances(self, model: Model, source: Source) -> bool:
@@ -602,6 +602,7 @@ class ModelManager:
         for version, model in models.items():
             record.states[version] = ("UNLOADING", "")
             self._spawn(self._close(record, model, reason), f"close {record.name}")
+        self.table.put_away(record)
 
     async def _close(self, record: Record, model: Model, reason: str = "unloaded") -> None:
         try:
@@ -613,6 +614,7 @@ class ModelManager:
             record.states[model.version] = ("UNAVAILABLE", reason)
         if reason == "unloaded":
             self._log.info(f"successfully unloaded '{model.name}' version {model.version}")
+        self.table.put_away(record)
         self._note_change()
 
     # ---------------------------------------------------------------- tasks

@@ -15,7 +15,10 @@ from naiad.models.model import Model
 from naiad.models.plan import Actual, circle
 from naiad.repository.snapshot import ModelDirectory
 
+_NOTHING = Actual()
+
 State = Literal["LOADING", "READY", "UNLOADING", "UNAVAILABLE"]
+_UNLOADED: tuple[State, str] = ("UNAVAILABLE", "unloaded")
 
 #: How Triton prefixes the text of an error that became a version's state, by its code.
 _KIND_NAMES: Mapping[str, str] = {
@@ -91,18 +94,49 @@ class Record:
         return self.source is not None or bool(self.states)
 
     @property
+    def is_past(self) -> bool:
+        """Whether there is nothing to know of it but that it was loaded and is unloaded."""
+        return (
+            self.source is None
+            and self.actual == _NOTHING
+            and self.error is None
+            and not self.leaving
+            and all(state == _UNLOADED for state in self.states.values())
+        )
+
+    @property
     def actual(self) -> Actual:
         return Actual(self.serving, self.loading, self.failed, self.blocked)
 
 
 class ModelTable:
-    """The records of all models that were ever wanted, by name."""
+    """The records of all models that were ever wanted, by name; of those that are unloaded only the versions are kept,
+    since whoever gives each model a new name shall not make all that looks at the others slower."""
 
     def __init__(self) -> None:
         self.records: dict[str, Record] = {}
+        #: Versions of unloaded models. None of them is in `records`.
+        self._past: dict[str, tuple[int, ...]] = {}
 
     def __repr__(self) -> str:
-        return f"<ModelTable of {len(self.records)} models>"
+        return f"<ModelTable of {len(self.records)} models, {len(self._past)} unloaded>"
+
+    def record(self, name: str) -> Record:
+        """The record of a model that is, or will be, wanted."""
+        record = self.records.get(name)
+        if record is None:
+            record = self.records[name] = self.past_record(name)
+            self._past.pop(name, None)
+        return record
+
+    def past_record(self, name: str) -> Record:
+        """What there is to know of a model that is not in `records`."""
+        return Record(name, states=dict.fromkeys(self._past.get(name, ()), _UNLOADED))
+
+    def put_away(self, record: Record) -> None:
+        """Takes out the record of a model that is unloaded, or was never loaded."""
+        if record.is_past and self.records.pop(record.name, None) is not None and record.states:
+            self._past[record.name] = tuple(sorted(record.states))
 
     def lookup(self, name: str, version: int = -1) -> Model:
         """The version that serves; -1 is the newest. Raises NotFound or Unavailable."""
@@ -111,8 +145,8 @@ class ModelTable:
             model = record.latest if version < 0 else record.models.get(version)
             if model is not None:
                 return model
-        if record is None:
-            raise missing(name, version, False, ())
+        else:
+            record = self.past_record(name)
         raise missing(name, version, record.is_known, record.states)
 
     def is_ready(self, name: str, version: int = -1) -> bool:
@@ -169,11 +203,11 @@ class ModelTable:
                     reason = "model appears in two or more repositories"
                     entries.append(IndexEntry(name, state="UNAVAILABLE", reason=reason))
                 continue
-            record = self.records.get(name)
+            record = self.records.get(name) or self.past_record(name)
             shown = False
-            for version, (state, reason) in sorted(record.states.items()) if record else ():
+            for version, (state, reason) in sorted(record.states.items()):
                 if state == "READY":
-                    failure = record.models[version].failure if record else None
+                    failure = record.models[version].failure
                     if failure is not None:
                         state, reason = "UNAVAILABLE", failure
                 if not ready or state == "READY":

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from naiad.config.read import Draft, finish
-from naiad.errors import InvalidArgument, NaiadError, Unavailable
-from naiad.messages import ModelStatistics
+from naiad.errors import InvalidArgument, NaiadError, NotFound, Unavailable
+from naiad.messages import IndexEntry, ModelStatistics
 from naiad.models.manager import ModelManager
 from naiad.models.model import Model
 from naiad.models.sources import RepositorySources
@@ -247,6 +247,29 @@ async def test_a_request_that_is_given_up_lets_the_next_one_go_on(models: Models
     models.loader.go("a")
     await asyncio.gather(first, third)
     assert models.ready() == []
+
+
+async def test_of_an_unloaded_model_only_its_versions_are_kept(models: Models) -> None:
+    table = models.manager.table
+    models.write_ensemble("e", "a", "unknown")
+    models.loader.go("a", "a")
+    await models.load("a")
+    with pytest.raises(InvalidArgument, match="not available or ambiguous: unknown"):
+        await models.load("e")
+    await models.unload("e")
+    await models.unload("a")
+    while table.records:
+        await models.manager.next_change()
+    assert table.index({"a": 1, "b": 1}) == [IndexEntry("a", "1", "UNAVAILABLE", "unloaded"), IndexEntry("b")]
+    with pytest.raises(NotFound, match="'a' has no available versions"):
+        table.lookup("a")
+    with pytest.raises(Unavailable, match="'a' version 1 is not at ready state"):
+        table.lookup("a", 1)
+    with pytest.raises(NotFound, match="'b' is not found"):
+        table.lookup("b")
+    await models.load("a")
+    assert models.ready() == ["a"]
+    assert table.index({"a": 1}) == [IndexEntry("a", "1", "READY")]
 
 
 async def test_requests_do_not_keep_a_server_that_stops(models: Models) -> None:

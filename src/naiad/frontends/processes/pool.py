@@ -208,7 +208,7 @@ class FrontEndProcesses:
         """Tells a new process all there is, and then to listen."""
         tell = process.link.tell
         self._tell_changes()
-        for record in self.behind.manager.table.records.values():
+        for record in self._records():
             tell(_model_change(record, self.change))
         for region, fds in self.behind.regions.all():
             tell(region, fds)
@@ -227,14 +227,20 @@ class FrontEndProcesses:
         manager = self.behind.manager
         if manager.changes != self._seen_changes:
             self._seen_changes = manager.changes
-            records = manager.table.records
-            gone = [Record(name) for name in self._models if name not in records]
-            for record in (*records.values(), *gone):
+            for record in self._records():
                 self._tell_model(record)
         active = self.behind.traces.active
         if active != self._is_tracing:
             self._is_tracing = active
             self._tell(Tracing(self._next_change(), active))
+
+    def _records(self) -> list[Record]:
+        """All models that there are, and those that they have heard of."""
+        table = self.behind.manager.table
+        return [
+            *table.records.values(),
+            *(table.past_record(name) for name in self._models if name not in table.records),
+        ]
 
     def _tell_model(self, record: Record) -> None:
         now = (record.is_known, tuple(record.states), tuple(record.models.values()))
