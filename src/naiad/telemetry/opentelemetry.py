@@ -19,14 +19,15 @@ from opentelemetry.trace import Span, SpanKind, get_current_span, set_span_in_co
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from naiad import __version__
-from naiad.errors import InvalidArgument
+from naiad.options import bad_option
 from naiad.telemetry.trace import Header, Journey, Trace, compute_events, request_events
 
 _URL = "http://localhost:4318/v1/traces"
+_DELAY = "bsp_schedule_delay"
 #: Options of the batch processor, the environment's names for them, the defaults.
 _BATCHING = {
     "bsp_max_queue_size": ("OTEL_BSP_MAX_QUEUE_SIZE", 2048),
-    "bsp_schedule_delay": ("OTEL_BSP_SCHEDULE_DELAY", 5000),
+    _DELAY: ("OTEL_BSP_SCHEDULE_DELAY", 5000),
     "bsp_max_export_batch_size": ("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", 512),
 }
 #: How long a server that ends waits for a collector that does not answer.
@@ -46,8 +47,9 @@ class OtlpExport:
             BatchSpanProcessor(
                 exporter,
                 max_queue_size=batching["bsp_max_queue_size"],
-                schedule_delay_millis=batching["bsp_schedule_delay"],
-                max_export_batch_size=batching["bsp_max_export_batch_size"],
+                schedule_delay_millis=max(batching[_DELAY], 1),  # the SDK knows no 0
+                # The SDK refuses larger ones, Triton has them.
+                max_export_batch_size=min(batching["bsp_max_export_batch_size"], batching["bsp_max_queue_size"]),
             )
         )
         self._tracer = self._provider.get_tracer("triton-server", __version__)
@@ -58,7 +60,7 @@ class OtlpExport:
         url = _URL
         attributes: dict[str, str] = {}
         batching = {
-            key: _number(name, os.environ.get(name, str(default))) for key, (name, default) in _BATCHING.items()
+            key: _number(key, name, os.environ.get(name, str(default))) for key, (name, default) in _BATCHING.items()
         }
         for key, value in options:
             if key == "url":
@@ -67,17 +69,10 @@ class OtlpExport:
                 name, _, text = value.partition("=")
                 attributes[name] = text
             elif key in _BATCHING:
-                batching[key] = _number(f"--trace-config=opentelemetry,{key}", value)
+                batching[key] = _number(key, f"--trace-config opentelemetry,{key}", value)
             else:
                 names = ", ".join(("url", "resource", *_BATCHING))
-                raise InvalidArgument(
-                    f'Bad option: "--trace-config opentelemetry,{key}".\nAvailable settings are {names}'
-                )
-        if batching["bsp_max_export_batch_size"] > batching["bsp_max_queue_size"]:
-            raise InvalidArgument(
-                f"bsp_max_export_batch_size ({batching['bsp_max_export_batch_size']}) must not be more than "
-                f"bsp_max_queue_size ({batching['bsp_max_queue_size']})"
-            )
+                raise bad_option(f"--trace-config opentelemetry,{key}", f"Available settings are {names}")
         export = cls(OTLPSpanExporter(endpoint=url), attributes, batching)
         export.shown = {**dict(options), **{key: str(value) for key, value in batching.items()}}
         return export
@@ -138,11 +133,12 @@ def _end(span: Span, events: Sequence[tuple[str, int]], epoch_ns: int) -> None:
     span.end(max(ns for _, ns in events) + epoch_ns)
 
 
-def _number(name: str, text: str) -> int:
+def _number(option: str, name: str, text: str) -> int:
+    least = 0 if option == _DELAY else 1
     try:
         number = int(text)
     except ValueError:
-        number = 0
-    if number < 1:
-        raise InvalidArgument(f"{name} must be a positive number, got '{text}'")
+        number = -1
+    if number < least:
+        raise bad_option(name, f"it must be a number of {least} or more, got '{text}'")
     return number

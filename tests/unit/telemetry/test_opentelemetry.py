@@ -109,11 +109,25 @@ def test_options_and_what_is_shown_of_them(monkeypatch: pytest.MonkeyPatch) -> N
     ("option", "text"),
     [
         (("colour", "red"), 'Bad option: "--trace-config opentelemetry,colour"'),
-        (("bsp_schedule_delay", "soon"), "bsp_schedule_delay must be a positive number, got 'soon'"),
-        (("bsp_max_queue_size", "0"), "bsp_max_queue_size must be a positive number, got '0'"),
-        (("bsp_max_queue_size", "100"), "must not be more than bsp_max_queue_size"),
+        (
+            ("bsp_schedule_delay", "soon"),
+            "Bad option: \"--trace-config opentelemetry,bsp_schedule_delay\".\nit must be a number of 0 or more, got 'soon'",
+        ),
+        (("bsp_max_queue_size", "0"), "it must be a number of 1 or more, got '0'"),
     ],
 )
 def test_wrong_options(option: tuple[str, str], text: str) -> None:
     with pytest.raises(InvalidArgument, match=text):
         OtlpExport.of([option])
+
+
+def test_a_wrong_number_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "many")
+    with pytest.raises(InvalidArgument, match='Bad option: "OTEL_BSP_MAX_QUEUE_SIZE"'):
+        OtlpExport.of([])
+
+
+def test_a_queue_that_is_smaller_than_a_batch_and_no_delay() -> None:
+    export = OtlpExport.of([("bsp_max_queue_size", "1"), ("bsp_schedule_delay", "0")])
+    assert (export.shown["bsp_max_export_batch_size"], export.shown["bsp_schedule_delay"]) == ("512", "0")
+    export.close()
