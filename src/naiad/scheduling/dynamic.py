@@ -7,7 +7,7 @@ instances and the statistics of a batch.
 
 import asyncio
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 
 from naiad.errors import Internal, NaiadError, Unavailable
@@ -115,7 +115,7 @@ class DynamicScheduler(TurnScheduler):
     def withdraw(self, call: Call) -> None:
         execution = call.execution
         if execution is None:
-            self._queue.remove(call)
+            self._queue.withdraw(call)
             self._statistics.pending -= 1
             self._refuse(call, None)
             self._ask()
@@ -206,7 +206,8 @@ class _Order:
     def __init__(self, pass_on: Callable[[Callable[[Result | None, bool], None], Result | None, bool], None]) -> None:
         self._pass_on = pass_on
         #: Calls in order of arrival, each with the answers it may not send yet.
-        self._held: dict[Call, list[tuple[Result | None, bool]]] = {}
+        #: A dictionary would look for its first one behind all those that are gone.
+        self._held: OrderedDict[Call, list[tuple[Result | None, bool]]] = OrderedDict()
 
     def expect(self, call: Call) -> None:
         self._held[call] = []

@@ -12,7 +12,7 @@ because skipping would let small requests starve a large one. Whether the run is
     or has the largest preferred size and more                 send it
     otherwise                                                  wait until the oldest call has waited
 
-Cancelled calls leave through `remove`; expired ones are found when `take` is asked and their time has come.
+Cancelled calls leave through `withdraw`; expired ones are found when `take` is asked and their time has come.
 Every call put in comes out exactly once: in a batch, as rejected, or removed.
 """
 
@@ -69,6 +69,8 @@ _EMPTY = Empty()
 _NEVER = 1 << 63
 #: Levels in which nothing waits are forgotten from this number on.
 _KEPT_LEVELS = 64
+#: In a longer level a call that is withdrawn leaves a gap.
+_SHORT = 64
 
 
 class _Level:
@@ -109,6 +111,9 @@ class RequestQueue:
         self._levels: dict[int, _Level] = {}
         self._in_order: list[_Level] = []
         self._size = 0
+        #: Calls (by identity) that were withdrawn and still lie in their level: finding one there takes longer the more
+        #: wait, and many may be withdrawn at once. Never more than there are others.
+        self._gaps: set[int] = set()
         #: No call expires before this.
         self._next_deadline_ns = _NEVER
 
@@ -136,13 +141,14 @@ class RequestQueue:
 
     def _begin(self, number: int) -> _Level:
         if len(self._levels) >= _KEPT_LEVELS:
+            self._close_gaps()
             self._levels = {known: level for known, level in self._levels.items() if level.size}
         level = self._levels[number] = _Level(self._policies.get(number, self._policy))
         self._in_order = [self._levels[known] for known in sorted(self._levels)]
         return level
 
     def remove(self, call: Queued) -> None:
-        """Takes out a call that waits here (its client has left)."""
+        """Takes out a call that waits here; it may be put in again."""
         level = self._levels[call.level]
         try:
             level.calls.remove(call)
@@ -150,6 +156,17 @@ class RequestQueue:
             level.behind.remove(call)
         level.size -= 1
         self._size -= 1
+
+    def withdraw(self, call: Queued) -> None:
+        """Takes out a call that waits here for good (its client has left)."""
+        level = self._levels[call.level]
+        if level.size <= _SHORT:
+            self.remove(call)
+        else:
+            self._gaps.add(id(call))
+            level.size -= 1
+            self._size -= 1
+        self._limit_gaps()
 
     def expired(self, now_ns: int) -> list[Queued]:
         """Takes out the calls that are to be refused because they waited too long; delays those to be delayed."""
@@ -165,6 +182,8 @@ class RequestQueue:
             # Where all have the same time the first is the first to run out of it; else any may be.
             while calls and (policy.allow_timeout_override or calls[0].deadline_ns <= now_ns):
                 call = calls.popleft()
+                if self._gaps and self._is_gap(call):
+                    continue
                 if not call.deadline_ns or now_ns < call.deadline_ns:
                     kept.append(call)
                     next_deadline_ns = min(next_deadline_ns, call.deadline_ns or _NEVER)
@@ -179,6 +198,7 @@ class RequestQueue:
             elif calls:
                 next_deadline_ns = min(next_deadline_ns, calls[0].deadline_ns)
         self._next_deadline_ns = next_deadline_ns
+        self._limit_gaps()
         return rejected
 
     @property
@@ -194,6 +214,7 @@ class RequestQueue:
             level.behind.clear()
             level.size = 0
         self._size = 0
+        self._gaps.clear()
         return calls
 
     def take(self, now_ns: int) -> Decision:
@@ -247,10 +268,16 @@ class RequestQueue:
 
     def _waiting(self) -> Iterator[Queued]:
         for level in self._in_order:
-            yield from level.calls
-            yield from level.behind
+            if self._gaps:
+                yield from self._but_gaps(level.calls)
+                yield from self._but_gaps(level.behind)
+            else:
+                yield from level.calls
+                yield from level.behind
 
     def _pop(self, count: int, rows: int, reason: str) -> Batch:
+        if self._gaps:
+            return self._pop_over_gaps(count, rows, reason)
         calls: list[Queued] = []
         for level in self._in_order:
             for waiting in (level.calls, level.behind):
@@ -259,3 +286,41 @@ class RequestQueue:
                     level.size -= 1
         self._size -= count
         return Batch(calls, rows, reason)
+
+    # ---- gaps -------------------------------------------------------------------------------------------
+
+    def _pop_over_gaps(self, count: int, rows: int, reason: str) -> Batch:
+        calls: list[Queued] = []
+        for level in self._in_order:
+            for waiting in (level.calls, level.behind):
+                while waiting and len(calls) < count:
+                    call = waiting.popleft()
+                    if not self._is_gap(call):
+                        calls.append(call)
+                        level.size -= 1
+        self._size -= count
+        self._limit_gaps()
+        return Batch(calls, rows, reason)
+
+    def _is_gap(self, call: Queued) -> bool:
+        """Whether what has been taken from a level is a gap, which is gone then."""
+        key = id(call)
+        if key in self._gaps:
+            self._gaps.remove(key)
+            return True
+        return False
+
+    def _but_gaps(self, calls: deque[Queued]) -> Iterator[Queued]:
+        return (call for call in calls if id(call) not in self._gaps)
+
+    def _limit_gaps(self) -> None:
+        if len(self._gaps) > self._size:
+            self._close_gaps()
+
+    def _close_gaps(self) -> None:
+        if not self._gaps:
+            return
+        for level in self._in_order:
+            level.calls = deque(self._but_gaps(level.calls))
+            level.behind = deque(self._but_gaps(level.behind))
+        self._gaps.clear()

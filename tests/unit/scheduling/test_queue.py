@@ -275,6 +275,109 @@ def test_every_call_comes_out_exactly_once(
     assert len(out) + len(rest) == count
 
 
+many_actions = st.lists(
+    st.one_of(
+        st.tuples(st.just("put"), st.integers(1, 4), st.integers(0, 3), st.integers(0, 5)),
+        st.tuples(st.just("take")),
+        st.tuples(st.just("more")),
+        st.tuples(st.just("withdraw"), st.integers(1, 90), st.integers(0, 200)),
+        st.tuples(st.just("pass"), st.integers(0, 1000)),
+    ),
+    max_size=40,
+)
+
+
+@given(many_actions, st.integers(70, 200), st.sampled_from(["REJECT", "DELAY"]), st.booleans(), st.integers(0, 3))
+def test_withdrawing_from_a_long_queue_is_removing(
+    steps: list[tuple[object, ...]], count: int, action: str, allow: bool, timeout_us: int
+) -> None:
+    policy = QueuePolicy(action, default_timeout_us=timeout_us, allow_timeout_override=allow)  # type: ignore[arg-type]
+    queues = [RequestQueue(8, levels=3, default_level=2, default_policy=policy, max_delay_ns=500) for _ in range(2)]
+    fast, plain = queues
+    now = 0
+    inside: list[tuple[FakeCall, FakeCall]] = []
+
+    def put(rows: int, signature: int, priority: int) -> None:
+        pair = (
+            FakeCall(rows=rows, signature=signature, queued_ns=now),
+            FakeCall(rows=rows, signature=signature, queued_ns=now),
+        )
+        for queue, call in zip(queues, pair, strict=True):
+            queue.put(call, now, priority, timeout_us=priority)
+        inside.append(pair)
+
+    def left(ones: list[FakeCall], others: list[FakeCall]) -> None:
+        assert [(one, other) in inside for one, other in zip(ones, others, strict=True)] == [True] * len(ones)
+        inside[:] = [pair for pair in inside if pair[0] not in ones]
+
+    for number in range(count):
+        put(1 + number % 3, number % 7 // 6, number % 5 // 2)
+    for step in steps:
+        match step:
+            case ("put", int(rows), int(signature), int(priority)):
+                put(rows, signature, priority)
+            case ("take",):
+                decisions = [queue.take(now) for queue in queues]
+                if isinstance(decisions[0], Batch):
+                    left(*(decision.calls for decision in decisions))  # type: ignore[union-attr, arg-type]
+                else:
+                    assert decisions[0] == decisions[1]
+            case ("more",):
+                left(*(queue.more(FakeCall(signature=0), 1) for queue in queues))  # type: ignore[arg-type]
+            case ("withdraw", int(number), int(at)):
+                for _ in range(min(number, len(inside))):
+                    one, other = inside.pop(at % len(inside))
+                    fast.withdraw(one)
+                    plain.remove(other)
+            case ("pass", int(ns)):
+                now += ns
+                left(*(queue.expired(now) for queue in queues))  # type: ignore[arg-type]
+        assert len(fast) == len(plain) == len(inside)
+        assert len(fast._gaps) <= len(fast)
+    left(*(queue.drain() for queue in queues))  # type: ignore[arg-type]
+    assert not inside
+
+
+def test_levels_that_are_forgotten_leave_nothing_of_what_was_withdrawn_from_them() -> None:
+    queue = RequestQueue(1, levels=1000)
+    waiting = [FakeCall() for _ in range(100)]
+    for call in waiting:
+        queue.put(call, 0, priority=1000)
+    calls = [FakeCall() for _ in range(100)]
+    for call in calls:
+        queue.put(call, 0, priority=1)
+    for call in calls:
+        queue.withdraw(call)
+    assert queue._gaps
+    for priority in range(2, 200):
+        queue.put(FakeCall(), 0, priority)
+        assert isinstance(queue.take(0), Batch)
+    assert not queue._gaps
+    assert queue.drain() == waiting
+
+
+class ComparedCall(FakeCall):
+    """Knows how often somebody compared it."""
+
+    compared = 0
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        ComparedCall.compared += 1
+        return self is other
+
+
+def test_withdrawing_a_call_costs_the_same_however_many_wait_before_it() -> None:
+    queue = RequestQueue(4)
+    calls = [ComparedCall() for _ in range(2000)]
+    filled(queue, calls)  # type: ignore[arg-type]
+    for call in reversed(calls[500:]):
+        queue.withdraw(call)
+    assert ComparedCall.compared == 0
+    assert len(queue) == 500
+    assert [call is calls[number] for number, call in enumerate(queue.drain())] == [True] * 500
+
+
 class CountingCall(FakeCall):
     """Knows how often somebody looked when its time runs out."""
 
