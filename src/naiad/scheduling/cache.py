@@ -243,9 +243,13 @@ class CachingScheduler:
         except Exception as error:
             self.report(f"a response of model '{call.request.model_name}' could not be passed on", error)
 
-    def refuse(self, call: Call, error: NaiadError) -> None:
+    def refuse(self, call: Call, error: NaiadError | None) -> None:
+        """Ends a call that nothing has answered; without an error, as cancelled."""
         try:
-            call.fail(error, "REJECTED")
+            if error is None:
+                call.fail_cancelled()
+            else:
+                call.fail(error, "REJECTED")
         except Exception as problem:
             self.report(f"an error of model '{call.request.model_name}' could not be passed on", problem)
 
@@ -315,7 +319,7 @@ class _Flight:
         if call not in self.waiting:
             return
         self.waiting.remove(call)
-        call.fail_cancelled()
+        self._scheduler.refuse(call, None)
         if not self.waiting and self._inner is not None:
             # What comes of it is that of a cancelled request: not for those who ask now.
             self._scheduler.close_flight(self)

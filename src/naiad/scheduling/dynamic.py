@@ -17,6 +17,10 @@ from naiad.scheduling.queue import Batch, RequestQueue, WaitUntil
 from naiad.scheduling.scheduler import Call, delay_from
 from naiad.scheduling.turns import STOPPED, TurnScheduler, trace_execution
 
+#: In place of the execution of a call that is out of the queue and is refused together with others: the end of one can
+#: make the client of another leave.
+_REFUSED = object()
+
 
 class Execution:
     """A batch on its way through an instance; implements `instances.instance.Execution`."""
@@ -119,7 +123,7 @@ class DynamicScheduler(TurnScheduler):
             self._statistics.pending -= 1
             self._refuse(call, None)
             self._ask()
-        else:
+        elif execution is not _REFUSED:
             execution.instance.cancel(execution, call.index)
 
     def answer(self, call: Call, result: Result | None, final: bool) -> None:
@@ -142,9 +146,7 @@ class DynamicScheduler(TurnScheduler):
 
     def fail_waiting(self, error: NaiadError) -> None:
         """Fails what still waits, when nobody will ever take it."""
-        for call in self._queue.drain():
-            self._statistics.pending -= 1
-            self._refuse(call, error)  # type: ignore[arg-type]
+        self._refuse_all(self._queue.drain(), error)  # type: ignore[arg-type]
 
     def _available(self) -> Instance | None:
         """The idle instance that has been idle longest."""
@@ -163,9 +165,8 @@ class DynamicScheduler(TurnScheduler):
             self._timer = None
         now_ns = time.monotonic_ns()
         queue = self._queue
-        for call in queue.expired(now_ns):
-            self._statistics.pending -= 1
-            self._refuse(call, Unavailable("Request timeout expired"))  # type: ignore[arg-type]
+        if expired := queue.expired(now_ns):
+            self._refuse_all(expired, Unavailable("Request timeout expired"))  # type: ignore[arg-type]
         wake_ns = queue.next_deadline_ns
         if len(queue) >= self._hold:
             self._hold = 0
@@ -193,6 +194,13 @@ class DynamicScheduler(TurnScheduler):
         reasons = self._statistics.batch_reasons
         reasons[batch.reason] = reasons.get(batch.reason, 0) + 1
         instance.execute(Execution(self, batch.calls, batch.rows, instance))  # type: ignore[arg-type]
+
+    def _refuse_all(self, calls: list[Call], error: NaiadError) -> None:
+        self._statistics.pending -= len(calls)
+        for call in calls:
+            call.execution = _REFUSED
+        for call in calls:
+            self._refuse(call, error)
 
     def _refuse(self, call: Call, error: NaiadError | None) -> None:
         if self._order is not None:

@@ -310,8 +310,10 @@ class Slots:
 
     def cancel(self, step: Step, now_ns: int) -> list[Step]:
         """The client of a step that waits has left: its sequence ends before it, in the backlog as a whole. Takes out
-        the step and those behind it."""
+        the step and those behind it; nothing where it does not wait any more, but is refused together with others."""
         sequence = step.sequence
+        if step not in sequence.waiting:
+            return []
         if sequence.instance < 0:
             self._backlog.remove(sequence)
             return self._cut(sequence)

@@ -32,6 +32,22 @@ class Sink:
         return result
 
 
+class Meddler(Sink):
+    """Cancels another call when it is answered, as the step of an ensemble that fails does; `fails` after that."""
+
+    def __init__(self, other=None, fails=False):
+        super().__init__()
+        self.other = other
+        self.fails = fails
+
+    def send(self, result, final):
+        super().send(result, final)
+        if self.other is not None:
+            self.other.cancel()
+        if self.fails:
+            raise OSError("the client has left")
+
+
 class FakeInstance:
     """Keeps its batch until a test answers it."""
 

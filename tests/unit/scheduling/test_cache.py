@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from scheduling_fakes import Meddler
 
 from naiad.datatypes import DataType
 from naiad.errors import Cancelled, InvalidArgument, NotFound, Unavailable
@@ -237,11 +238,16 @@ def test_a_client_that_leaves_takes_only_itself_out() -> None:
     assert bench.lease.held == 0
 
 
-def test_the_last_client_takes_the_execution_along() -> None:
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_last_client_takes_the_execution_along(fails: bool) -> None:
     bench = Bench()
-    call, _ = bench.submit(request())
+    reported: list[str] = []
+    bench.cache.report = lambda text, error: reported.append(text)
+    meddler: Any = Meddler(fails=fails)
+    call, _ = bench.submit(request(), meddler)
     call.cancel()
     assert bench.inner.withdrawn == bench.inner.calls
+    assert reported == ["an error of model 'm' could not be passed on"] * fails
 
 
 class SlowStore(LocalStore):
@@ -278,25 +284,12 @@ async def test_what_is_refused_after_the_lookup_is_answered() -> None:
     assert len(store.lookups) == 2
 
 
-class Impatient(Sink):
-    """Whose first result makes another call leave, as the step of an ensemble that fails does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.other: Call | None = None
-
-    def send(self, result: Result | None, final: bool) -> None:
-        super().send(result, final)
-        if self.other is not None:
-            self.other.cancel()
-
-
 @pytest.mark.parametrize("found", [response(), None, NotFound("x"), Unavailable("full")])
 async def test_calls_that_leave_while_the_others_are_answered_are_answered_once(found: Result | None) -> None:
     bench = Bench(store := SlowStore())
-    impatient = Impatient()
-    bench.submit(request(), impatient)
-    impatient.other, leaving = bench.submit(request())
+    meddler: Any = Meddler()
+    bench.submit(request(), meddler)
+    meddler.other, leaving = bench.submit(request())
     _, last = bench.submit(request())
 
     def refuse(call: Call) -> None:
@@ -308,7 +301,7 @@ async def test_calls_that_leave_while_the_others_are_answered_are_answered_once(
     await turns()
     if bench.inner.calls:
         bench.inner.calls[0].deliver(found or response(), True)
-    assert [len(sink.results) for sink in (impatient, leaving, last)] == [1, 1, 1]
+    assert [len(sink.results) for sink in (meddler, leaving, last)] == [1, 1, 1]
     assert bench.lease.held == 0
 
 

@@ -4,8 +4,10 @@ import asyncio
 import gc
 import weakref
 
-from scheduling_fakes import FakeInstance, Lease, Sink
+import pytest
+from scheduling_fakes import FakeInstance, Lease, Meddler, Sink
 
+from naiad.config.model_config import QueuePolicy
 from naiad.errors import Cancelled, Unavailable
 from naiad.messages import InferRequest, ModelStatistics
 from naiad.scheduling.dynamic import DynamicScheduler
@@ -100,6 +102,31 @@ async def test_an_answer_that_cannot_be_passed_on_holds_up_none_that_follow_it_i
     assert len(sinks[2].results) == 1
     assert len(reported) == 2
     await asyncio.wait_for(scheduler.close(), 10)
+
+
+@pytest.mark.parametrize("reason", ["timeout", "no instance"])
+async def test_calls_that_are_refused_together_end_once_whichever_client_leaves_then(reason: str) -> None:
+    instance, statistics = FakeInstance(), ModelStatistics("m", "1")
+    instance.is_up = False
+    policy = QueuePolicy(default_timeout_us=1)
+    reported: list[str] = []
+    scheduler = DynamicScheduler(
+        "m",
+        RequestQueue(8, default_policy=policy if reason == "timeout" else None),
+        [instance],
+        statistics,
+        report=lambda text, error: reported.append(text),
+    )
+    sinks = [Meddler(), Sink(), Sink()]
+    calls = [Call(InferRequest("m", ()), 1, None, sink, Lease(statistics), scheduler) for sink in sinks]
+    sinks[0].other = calls[1]
+    for call in calls:
+        scheduler.submit(call)
+    if reason == "no instance":
+        instance.failure = "it has died too often"
+    await asyncio.wait_for(scheduler.close(), 10)
+    assert [type(sink.only) for sink in sinks] == [Unavailable] * 3
+    assert (statistics.pending, reported) == (0, [])
 
 
 async def test_a_model_without_instances_refuses_its_requests() -> None:

@@ -4,7 +4,7 @@ import asyncio
 import struct
 
 import pytest
-from scheduling_fakes import TIMES, FakeInstance, Lease, Sink
+from scheduling_fakes import TIMES, FakeInstance, Lease, Meddler, Sink
 
 from naiad import datatypes
 from naiad.config.model_config import ModelConfig
@@ -383,6 +383,19 @@ async def test_new_sequences_go_to_instances_that_live():
     lab.instances[0].die()
     await lab.send(1, "s")
     assert lab.instances[1].batch.requests[0].sequence.correlation_id == 1
+
+
+async def test_steps_that_are_refused_together_end_once_whichever_client_leaves_then():
+    lab = Lab(config(max_batch_size=2))
+    lab.instance.is_up = False
+    sinks = [Meddler(), Sink(), Meddler(), Sink()]
+    calls = [await lab.send(key, "s", sink=sink) for key, sink in zip((1, 2, 3, 4), sinks, strict=True)]
+    sinks[0].other, sinks[2].other = calls[1], calls[3]
+    lab.instance.failure = "it died too often"
+    lab.instance.on_change()
+    await lab.settle()
+    assert [type(sink.only) for sink in sinks] == [Unavailable] * 4
+    assert (lab.statistics.pending, lab.reported) == (0, [])
 
 
 async def test_without_any_instance_everything_fails():
