@@ -84,13 +84,16 @@ class Resources:
         for key, count in claim.needs.items():
             self._used[key] -= count
 
+    @property
+    def waiting(self) -> list[Claim]:
+        """Who waits, in the order of their turns."""
+        return sorted(self._waiting, key=lambda claim: (claim.at + claim.priority, claim.priority, claim.arrival))
+
     def grant(self) -> list[Claim]:
         """Gives what can be given now; who has got everything."""
         granted: list[Claim] = []
         kept: set[Key] = set()
-        for claim in sorted(
-            self._waiting, key=lambda claim: (claim.at + claim.priority, claim.priority, claim.arrival)
-        ):
+        for claim in self.waiting:
             if kept.isdisjoint(claim.needs) and all(
                 self._used.get(key, 0) + count <= self._limits.get(key, 0) for key, count in claim.needs.items()
             ):
@@ -212,6 +215,11 @@ class RateLimiter:
             self._grant_due = True
             asyncio.get_running_loop().call_soon(self.grant)
 
+    def extend(self) -> None:
+        """Fills the batches that wait for resources, the next ones first."""
+        for claim in self._resources.waiting:
+            self._holders[claim].extend()
+
     def grant(self) -> None:
         self._grant_due = False
         for claim in self._resources.grant():
@@ -271,6 +279,11 @@ class LimitedInstance:
             self._handed_over = asyncio.Event()
             await self._handed_over.wait()
 
+    def extend(self) -> None:
+        """Calls that wait join the batch that waits here."""
+        if self._held is not None and self._has_waited:
+            self._held.extend()
+
     def granted(self) -> None:
         """The resources are there."""
         batch = self._release()
@@ -284,6 +297,8 @@ class LimitedInstance:
 
     def ended(self, running: "_Running") -> None:
         """An execution has ended; decoupled models may still answer."""
+        # What waits is for the batches that have waited longest, before this instance is offered it.
+        self._limiter.extend()
         self.on_change()
         self._limiter.release(self._claim)
 

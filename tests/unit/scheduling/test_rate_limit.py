@@ -232,6 +232,8 @@ class FakeBatch:
     def __init__(self, size: int = 1) -> None:
         self.requests = [SimpleNamespace()] * size
         self.rows = [1] * size
+        #: Requests that wait to join it.
+        self.coming = 1
         self.results: list = []
         self.completions: list = []
         self.again: list = []
@@ -243,8 +245,9 @@ class FakeBatch:
         self.completions.append((times, succeeded))
 
     def extend(self) -> None:
-        self.requests = [*self.requests, SimpleNamespace()]
-        self.rows = [*self.rows, 1]
+        self.requests = [*self.requests, *[SimpleNamespace()] * self.coming]
+        self.rows = [1] * len(self.requests)
+        self.coming = 0
 
     def reschedule(self, index) -> None:
         self.again.append(index)
@@ -315,6 +318,20 @@ async def test_a_batch_that_has_waited_is_extended() -> None:
     await asyncio.sleep(0)
     assert [len(batch.requests) for batch in (first, second)] == [1, 2]
     assert len(it.below[1].batches[0].requests) == 2
+
+
+async def test_a_batch_that_waits_is_extended_before_who_has_finished_takes_more() -> None:
+    it = limited(1, 1)
+    first, second = FakeBatch(), FakeBatch()
+    it.above[0].execute(first)
+    it.above[1].execute(second)
+    sizes = []
+    it.above[0].on_change = lambda: sizes.append(len(second.requests))
+    it.below[0].finish()
+    assert sizes == [2]
+    second.coming = 1
+    await asyncio.sleep(0)
+    assert len(it.below[1].batches[0].requests) == 3
 
 
 async def test_cancelling_reaches_what_executes_and_what_still_answers() -> None:
