@@ -22,10 +22,13 @@ HOT_PATH = (
     "frontends/http/head",
     "frontends/http/inference",
     "frontends/processes/client",
+    "instances/call_link",
     "instances/channel",
     "instances/delivery",
     "instances/execution",
     "instances/layout",
+    "instances/process_instance",
+    "model_calls",
     "models/check",
     "models/model",
     "protocol/json_codec",
@@ -38,6 +41,8 @@ HOT_PATH = (
     "scheduling/scheduler",
     "scheduling/sequence",
     "scheduling/turns",
+    "statistics",
+    "telemetry/quantiles",
 )
 
 

@@ -10,18 +10,12 @@ from collections.abc import Mapping
 from naiad import __version__
 from naiad.config.model_config import ModelConfig
 from naiad.errors import InvalidArgument, Unavailable
-from naiad.messages import (
-    IndexEntry,
-    InferRequest,
-    ModelMetadata,
-    ModelStatistics,
-    ResponseSink,
-    ServerMetadata,
-)
+from naiad.messages import IndexEntry, InferRequest, ModelMetadata, ResponseSink, ServerMetadata
 from naiad.models.check import BrokenContents
 from naiad.models.manager import ModelManager
 from naiad.models.model import Model
 from naiad.scheduling.scheduler import Call
+from naiad.statistics import ModelStatistics
 
 #: What `GET /v2` lists, in Triton's order (reference R1-74).
 EXTENSIONS = (

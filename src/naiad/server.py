@@ -11,8 +11,8 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Any
 
+import msgspec
 import uvloop
 
 from naiad import __version__
@@ -25,8 +25,8 @@ from naiad.frontends.listening import Listening, listen, spare_collector
 from naiad.frontends.processes.link import Behind
 from naiad.frontends.processes.pool import FrontEndProcesses
 from naiad.frontends.processes.regions import SharedRegions
+from naiad.instances.call_link import Caller, OnReply
 from naiad.instances.hosts import Hosts
-from naiad.instances.process import Caller
 from naiad.instances.provision import Environments, default_directory
 from naiad.messages import InferRequest, ResponseSink
 from naiad.model_calls import ModelCalls
@@ -187,6 +187,7 @@ class Server:
                         engine.exiting()
             finally:
                 self._in_time = await manager.close(max(0.0, self._close_by - time.monotonic()))
+                await self._calls.close()
 
     @asynccontextmanager
     async def _store(self) -> AsyncIterator[Store | None]:
@@ -347,8 +348,8 @@ class Server:
     def _log_of_model(self, model: str, version: int, level: str, message: str, file: str, line: int) -> None:
         self.log.write(level, message, file, line)  # type: ignore[arg-type]
 
-    async def _call_of_model(self, caller: Caller, method: str, arguments: Any) -> Any:
-        return await self._calls(method, arguments, caller)
+    def _call_of_model(self, caller: Caller, method: str, arguments: msgspec.Raw, reply: OnReply) -> None:
+        self._calls(caller, method, arguments, reply)
 
     def _caller_gone(self, caller: Caller) -> None:
         self._calls.gone(caller)

@@ -59,8 +59,9 @@ from naiad.instances.execution import Signature, execution  # noqa: E402
 from naiad.instances.frames import Execute, Output, Response, Results, VersionSpec  # noqa: E402
 from naiad.instances.host import SocketLink, model_context  # noqa: E402
 from naiad.instances.instance import ComputeTimes  # noqa: E402
-from naiad.instances.process import Limits, ProcessInstance, Tenant  # noqa: E402
-from naiad.messages import InferRequest, InferResponse, ModelStatistics, Tensor  # noqa: E402
+from naiad.instances.process import Tenant  # noqa: E402
+from naiad.instances.process_instance import Limits, ProcessInstance  # noqa: E402
+from naiad.messages import InferRequest, InferResponse, Tensor  # noqa: E402
 from naiad.models.check import RequestCheck  # noqa: E402
 from naiad.models.model import Model  # noqa: E402
 from naiad.models.table import ModelTable, Record  # noqa: E402
@@ -70,6 +71,7 @@ from naiad.protocol.regions import Regions  # noqa: E402
 from naiad.scheduling.dynamic import DynamicScheduler  # noqa: E402
 from naiad.scheduling.queue import RequestQueue  # noqa: E402
 from naiad.scheduling.scheduler import Call  # noqa: E402
+from naiad.statistics import ModelStatistics  # noqa: E402
 
 BATCH = 32
 ARENA_SIZE = 1 << 20

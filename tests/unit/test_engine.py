@@ -7,7 +7,8 @@ import pytest
 
 from naiad.engine import Engine
 from naiad.errors import Unavailable
-from naiad.messages import InferRequest, ModelStatistics
+from naiad.messages import InferRequest
+from naiad.statistics import ModelStatistics
 
 
 class Refusing:

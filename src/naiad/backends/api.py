@@ -34,8 +34,8 @@ class Services(Protocol):
     def log(self, level: Literal["ERROR", "WARNING", "INFO", "VERBOSE"], message: str, file: str, line: int) -> None:
         """Writes a line to the server's log, as of `file:line`."""
 
-    def call(self, method: str, arguments: Any) -> Any:
-        """Asks the server for something by name ("infer", "load_model", ...) and blocks for the answer.
+    def call(self, method: str, arguments: Any, kind: type[T]) -> T:
+        """Asks the server for something by name ("infer", "load_model", ...) and blocks for the answer, a `kind`.
 
         `arguments` and the answer are what msgspec can encode. Raises NaiadError.
         """

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
@@ -12,6 +12,8 @@ from naiad.datatypes import BY_CONFIG_NAME
 from naiad.errors import NaiadError, Unsupported
 from naiad.instances.references import load_backend
 
+T = TypeVar("T")
+
 
 class _Services:
     """What backends log is of no interest here; there is no server to call."""
@@ -19,7 +21,7 @@ class _Services:
     def log(self, level: Literal["ERROR", "WARNING", "INFO", "VERBOSE"], message: str, file: str, line: int) -> None:
         pass
 
-    def call(self, method: str, arguments: Any) -> Any:
+    def call(self, method: str, arguments: Any, kind: type[T]) -> T:
         raise Unsupported("there is no server to call")
 
 

@@ -7,6 +7,7 @@ then the message. Descriptors travel with the first bytes of their frame, so the
 import array
 import asyncio
 import os
+import select
 import socket
 import struct
 import threading
@@ -154,6 +155,10 @@ class BlockingChannel(Generic[T]):
         self._reader = FrameReader(decoder)
         self._lock = threading.Lock()
         self._frame = bytearray(_HEADER.size)
+        # Who sleeps in `recvmsg` of a Unix socket is woken also when the peer takes what has been sent to it.
+        poll = select.poll()
+        poll.register(sock, select.POLLIN)
+        self._wait = poll.poll
 
     def send(self, message: Any, fds: Sequence[int] = ()) -> None:
         """Sends all of it. Raises OSError when the peer is gone."""
@@ -172,6 +177,7 @@ class BlockingChannel(Generic[T]):
     def receive(self) -> tuple[T, list[int]] | None:
         """The next message and its descriptors; None when the peer has ended."""
         while (frame := self._reader.next()) is None:
+            self._wait()
             try:
                 if not self._reader.receive(self.sock):
                     return None

@@ -1,11 +1,11 @@
 """What the server, the zygotes and the hosts say to each other: msgpack arrays, nothing pickled.
 
-Four conversations, each on a socket of its own: server and zygote, server and host (control), server and
-instance (batches). Tensors are not in the frames: they lie in arenas, and a frame says where. Those of batches are
+Five conversations, each on a socket of its own: server and zygote, server and host (control), server and
+instance (batches), model code that asks and server (calls). Tensors are not in the frames: they lie in arenas, and a frame says where. Those of batches are
 in no reference cycle, so the garbage collector need not know of them.
 """
 
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
@@ -203,14 +203,6 @@ class Cancel(msgspec.Struct, array_like=True, tag="cancel"):
     index: int
 
 
-class Answer(msgspec.Struct, array_like=True, tag="answer"):
-    """Answers a Call."""
-
-    call: int
-    value: Any
-    failure: Failure | None
-
-
 class Reply(msgspec.Struct, array_like=True, tag="reply"):
     """Answers Complete; Load, with whether IsReady is worth asking; IsReady; or Unload."""
 
@@ -229,17 +221,33 @@ class Log(msgspec.Struct, array_like=True, tag="log"):
     line: int
 
 
-class Call(msgspec.Struct, array_like=True, tag="call"):
-    """Model code asks the server for something."""
+class OpenCalls(msgspec.Struct, array_like=True, tag="calls"):
+    """Model code has something to ask; the socket for it comes with the frame."""
 
-    call: int
+
+ToHost = Complete | Load | IsReady | Unload | Cancel
+FromHost = Reply | Log | OpenCalls
+
+
+# ---- calls ---------------------------------------------------------------------------------------------------
+
+#: What model code says to the server, and the server to it: read by those who know what it is, hence Raw until then.
+A = TypeVar("A")
+
+
+class Call(msgspec.Struct, Generic[A], array_like=True):
+    """Model code asks the server for something, and nothing else on this socket before the Answer."""
+
     model: int
     method: str
-    arguments: Any
+    arguments: A
 
 
-ToHost = Complete | Load | IsReady | Unload | Cancel | Answer
-FromHost = Reply | Log | Call
+class Answer(msgspec.Struct, Generic[A], array_like=True):
+    """Answers the Call."""
+
+    value: A
+    failure: Failure | None
 
 
 # ---- zygotes -------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from time import monotonic_ns
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -34,6 +34,7 @@ from naiad.instances.frames import (
     IsReady,
     Load,
     Log,
+    OpenCalls,
     Reply,
     Results,
     ToHost,
@@ -42,8 +43,11 @@ from naiad.instances.frames import (
     failure,
 )
 
+T = TypeVar("T")
+
 _control_decoder: msgspec.msgpack.Decoder[ToHost] = msgspec.msgpack.Decoder(ToHost)
 _execute_decoder = msgspec.msgpack.Decoder(Execute)
+_answer_decoder: msgspec.msgpack.Decoder[Answer[msgspec.Raw]] = msgspec.msgpack.Decoder(Answer[msgspec.Raw])
 
 
 class SocketLink:
@@ -110,8 +114,8 @@ class HostServices:
     def log(self, level: str, message: str, file: str, line: int) -> None:
         self._host.send(Log(self._model, level, message, file, line))
 
-    def call(self, method: str, arguments: Any) -> Any:
-        return self._host.call(self._model, method, arguments)
+    def call(self, method: str, arguments: Any, kind: type[T]) -> T:
+        return msgspec.msgpack.decode(self._host.call(self._model, method, arguments), type=kind)
 
 
 def model_context(spec: VersionSpec, config: dict[str, Any], services: Any) -> ModelContext:
@@ -139,10 +143,9 @@ class Host:
         self._jobs: queue.SimpleQueue[tuple[ToHost, list[int]]] = queue.SimpleQueue()
         self._executions: dict[tuple[int, str], ArrayExecution | RequestExecution] = {}
         self._threads: dict[int, list[threading.Thread]] = {}
-        self._calls: dict[int, queue.SimpleQueue[Answer]] = {}
-        self._call_count = 0
-        self._call_lock = threading.Lock()
-        self._links: set[SocketLink] = set()
+        self._links: set[SocketLink | BlockingChannel[Answer[msgspec.Raw]]] = set()
+        #: The sockets for calls that no thread uses.
+        self._free_calls: list[BlockingChannel[Answer[msgspec.Raw]]] = []
         self._is_fork = False
         os.register_at_fork(after_in_child=self._forked)
 
@@ -157,43 +160,60 @@ class Host:
         if self._is_fork:
             os._exit(0)
 
-    def send(self, frame: Reply | Log | Call) -> None:
+    def send(self, frame: Reply | Log) -> None:
         self._control.send(frame)
 
     def reply(self, frame: Reply) -> None:
         self._end_if_forked()
         self.send(frame)
 
-    def call(self, model: int, method: str, arguments: Any) -> Any:
+    def call(self, model: int, method: str, arguments: Any) -> msgspec.Raw:
         """Asks the server and waits. Raises NaiadError; Unavailable if the server is gone."""
         if self._is_fork:
             # Nobody would hear the answer.
             raise Unavailable("a process that model code has forked cannot ask the server for anything")
-        answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
-        with self._call_lock:
-            self._call_count += 1
-            number = self._call_count
-            self._calls[number] = answers
         try:
-            self.send(Call(number, model, method, arguments))
+            link = self._free_calls.pop()
+        except IndexError:
+            link = self._open_calls()
+        try:
+            link.send(Call(model, method, arguments))
+            received = link.receive()
         except BaseException as error:
-            self._calls.pop(number, None)
+            # Its answer would be taken for that of the next call.
+            self._close(link)
             if isinstance(error, OSError):
                 raise Unavailable("the server has ended") from error
             raise
-        answer = answers.get()
+        if received is None:
+            self._close(link)
+            raise Unavailable("the server has ended")
+        answer = received[0]
         if answer.failure is not None:
+            self._free_calls.append(link)
             raise answer.failure.error()
-        return answer.value
+        # The next answer is read into the same buffer.
+        value = answer.value.copy()
+        self._free_calls.append(link)
+        return value
+
+    def _open_calls(self) -> BlockingChannel[Answer[msgspec.Raw]]:
+        mine, theirs = socket.socketpair()
+        link = BlockingChannel(mine, _answer_decoder)
+        self._links.add(link)
+        with theirs:
+            try:
+                self._control.send(OpenCalls(), (theirs.fileno(),))
+            except OSError as error:
+                self._close(link)
+                raise Unavailable("the server has ended") from error
+        return link
 
     def listen(self) -> None:
         """The control thread."""
         while (received := self._control.receive()) is not None:
             frame, fds = received
-            if isinstance(frame, Answer):
-                if (answers := self._calls.pop(frame.call, None)) is not None:
-                    answers.put(frame)
-            elif isinstance(frame, Cancel):
+            if isinstance(frame, Cancel):
                 if (target := self._executions.get((frame.model, frame.instance))) is not None:
                     target.cancel(frame.batch, frame.index)
             elif isinstance(frame, IsReady):
@@ -307,7 +327,7 @@ class Host:
             with contextlib.suppress(Exception):
                 sys.stdout.flush()
 
-    def _close(self, link: SocketLink) -> None:
+    def _close(self, link: SocketLink | BlockingChannel[Answer[msgspec.Raw]]) -> None:
         self._links.discard(link)
         link.close()
 

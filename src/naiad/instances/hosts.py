@@ -21,10 +21,12 @@ from typing import Any, Literal, Self
 
 from naiad.backends.api import ConfigDict, InstanceContext
 from naiad.errors import InvalidArgument, NaiadError, Unavailable
+from naiad.instances.call_link import OnCall
 from naiad.instances.environment import BackendEnvironment
 from naiad.instances.frames import VersionSpec
 from naiad.instances.instance import Instance
-from naiad.instances.process import Host, Limits, OnCall, OnGone, OnLog, ProcessInstance, Tenant
+from naiad.instances.process import Host, OnGone, OnLog, Tenant
+from naiad.instances.process_instance import Limits, ProcessInstance
 from naiad.instances.restart import RestartPolicy
 from naiad.instances.thread import ThreadModel
 

@@ -6,294 +6,45 @@ is forked and loaded with the same models after the pauses of `RestartPolicy`.
 
 import asyncio
 import contextlib
-import itertools
 import os
 import socket
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
 
-from naiad.backends.api import ConfigDict, InstanceContext
-from naiad.errors import Internal, NaiadError, ResourceExhausted, Unavailable
-from naiad.instances import arena, layout
+from naiad.backends.api import ConfigDict
+from naiad.errors import Internal, NaiadError, Unavailable
+from naiad.instances.call_link import Caller, CallLink, OnCall, new_caller
 from naiad.instances.channel import LoopChannel
-from naiad.instances.delivery import Batches
 from naiad.instances.environment import BackendEnvironment, Child
 from naiad.instances.frames import (
-    Answer,
-    Call,
     Cancel,
     Complete,
-    Execute,
     FromHost,
     InstanceSpec,
     IsReady,
     Load,
     Log,
+    OpenCalls,
     Reply,
-    Results,
     Unload,
     VersionSpec,
-    failure,
 )
-from naiad.instances.instance import Execution
+from naiad.instances.process_instance import Limits, ProcessInstance
 from naiad.instances.restart import RestartPolicy
 
-_results_decoder = msgspec.msgpack.Decoder(Results)
 _control_decoder: msgspec.msgpack.Decoder[FromHost] = msgspec.msgpack.Decoder(FromHost)
 
 #: `on_log(model, version, level, message, file, line)`
 OnLog = Callable[[str, int, str, str, str, int], None]
-
-
-class Caller(NamedTuple):
-    """Who asks the server for something: a model version in one life of one process. `number` tells them apart."""
-
-    model: str
-    version: int
-    number: int
-
-
-_caller_numbers = itertools.count(1)
-
-
-def new_caller(spec: VersionSpec) -> Caller:
-    return Caller(spec.name, spec.version, next(_caller_numbers))
-
-
-#: `await on_call(caller, method, arguments)`
-OnCall = Callable[[Caller, str, Any], Awaitable[Any]]
 #: `on_gone(caller)`: it asks for nothing any more, and waits for no answer.
 OnGone = Callable[[Caller], None]
 
-#: Inputs above this are copied into their memory file by a thread, since that takes milliseconds.
-_THREAD_COPY_BYTES = 8 * 1024 * 1024
 #: How long a host may take to end once its control socket has.
 _EXIT_GRACE_S = 2.0
 #: How long after the end of a socket its process may look alive.
 _DEAD_AFTER_S = 0.5
-
-
-class Limits(msgspec.Struct, frozen=True):
-    """Sizes in bytes of what batches may take. Larger batches than an arena travel in memory files of their own."""
-
-    arena: int = 64 * 1024 * 1024
-    #: The inputs, or the outputs, of one execution.
-    batch: int = 8 * 1024 * 1024 * 1024
-
-
-def _do_nothing() -> None:
-    pass
-
-
-class ProcessInstance:
-    """An `Instance` whose model is loaded in a host process."""
-
-    def __init__(self, tenant: "Tenant", context: InstanceContext) -> None:
-        self.name = context.name
-        self.on_change: Callable[[], None] = _do_nothing
-        self.failure: str | None = None
-        self.losses = 0
-        self.context = context
-        self._tenant = tenant
-        self._loop = asyncio.get_running_loop()
-        self._channel: LoopChannel[Results] | None = None
-        self._inputs: memoryview | None = None
-        self._outputs: memoryview | None = None
-        self._batches = Batches(tenant.spec.name, tenant.spec.version, tenant.decoupled)
-        self._ticks = 0
-        self._copying: set[asyncio.Task[None]] = set()
-        self._is_attached = False
-
-    def __repr__(self) -> str:
-        state = self.failure or ("busy" if self._batches else "idle" if self._is_attached else "down")
-        return f"<ProcessInstance {self.name}: {state}>"
-
-    @property
-    def is_available(self) -> bool:
-        return self._is_attached and not self._batches.executing
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether any request inside has no final answer."""
-        return bool(self._batches)
-
-    # ---- the life of the connection ---------------------------------------------------------------------
-
-    def connect(self) -> list[int]:
-        """Makes socket and arenas; the descriptors for the host, which the caller closes once they are sent."""
-        size = self._tenant.host.limits.arena
-        fds: list[int] = []
-        try:
-            input_fd = arena.create("naiad inputs", size)
-            fds.append(input_fd)
-            output_fd = arena.create("naiad outputs", size)
-            fds.append(output_fd)
-            self._inputs = arena.map_shared(input_fd, size)
-            self._outputs = arena.map_shared(output_fd, size)
-            mine, theirs = socket.socketpair()
-        except (OSError, NaiadError):
-            for fd in fds:
-                os.close(fd)
-            raise
-        self._channel = LoopChannel(self._loop, mine, _results_decoder, self._on_results, self._on_end)
-        return [theirs.detach(), *fds]
-
-    def attach(self) -> None:
-        """The host has loaded it: from now on it takes batches."""
-        self._is_attached = True
-        self.on_change()
-
-    def detach(self) -> None:
-        """Takes no batches any more; those inside go on."""
-        self._is_attached = False
-
-    def disconnect(self, error: NaiadError) -> None:
-        """Ends the connection; what is inside fails with `error`."""
-        self._is_attached = False
-        self.losses += 1
-        if self._channel is not None:
-            self._channel.drain()
-            self._channel.close()
-            self._channel = None
-        # Freed when the last view of a result goes.
-        self._inputs = self._outputs = None
-        self._batches.fail(error)
-        self._tenant.host.changed()
-
-    def give_up(self, reason: str) -> None:
-        self.failure = reason
-        self.on_change()
-
-    def tick(self, limit: int) -> bool:
-        """Called at every beat of the pool's timer: whether the batch inside has seen more than `limit` of them."""
-        if not self._batches.executing:
-            return False
-        self._ticks += 1
-        return self._ticks > limit
-
-    def _on_end(self, reason: str | None) -> None:
-        self._tenant.host.connection_lost(reason or f"closed the connection of instance '{self.name}'")
-
-    # ---- batches ----------------------------------------------------------------------------------------
-
-    def execute(self, batch: Execution) -> None:
-        assert self.is_available, "an instance executes one batch at a time"
-        number = self._batches.begin(batch)
-        self._ticks = 0
-        requests = batch.requests
-        laid_out = layout.lay_out(requests)
-        asked = layout.asked_outputs(requests)
-        details = layout.details(requests, asked) if self._tenant.takes_requests else None
-        frame = Execute(number, laid_out.inputs, list(batch.rows), asked, details, 0)
-        inputs, channel = self._inputs, self._channel
-        assert channel is not None
-        if laid_out.byte_size > self._tenant.host.limits.arena:
-            self._execute_large(frame, laid_out)
-        elif inputs is None:
-            self._execute_in_new_arena(frame, laid_out, channel)
-        else:
-            laid_out.write(inputs)
-            channel.send(frame)
-
-    def _execute_in_new_arena(self, frame: Execute, laid_out: layout.Layout, channel: LoopChannel[Results]) -> None:
-        """Model code keeps arrays that lie in the old one."""
-        size = self._tenant.host.limits.arena
-        try:
-            fd = arena.create("naiad inputs", size)
-        except NaiadError as error:
-            self._refuse(frame.batch, error)
-            return
-        try:
-            self._inputs = arena.map_shared(fd, size)
-            laid_out.write(self._inputs)
-            channel.send(frame, (fd,))
-        except NaiadError as error:
-            self._refuse(frame.batch, error)
-        finally:
-            os.close(fd)
-
-    def _execute_large(self, frame: Execute, laid_out: layout.Layout) -> None:
-        size = laid_out.byte_size
-        limit = self._tenant.host.limits.batch
-        if size > limit:
-            self._refuse(frame.batch, laid_out.too_large(self._tenant.spec.name, limit))
-            return
-        try:
-            fd = arena.create("naiad inputs", size)
-        except NaiadError as error:
-            self._refuse(frame.batch, error)
-            return
-        frame.one_shot = size
-        if size <= _THREAD_COPY_BYTES:
-            self._send_large(frame, laid_out, fd)
-        else:
-            task = self._loop.create_task(self._copy_large(frame, laid_out, fd))
-            self._copying.add(task)
-            task.add_done_callback(self._copying.discard)
-
-    def _send_large(self, frame: Execute, laid_out: layout.Layout, fd: int) -> None:
-        try:
-            laid_out.write_file(fd)
-        except OSError as error:
-            self._refuse(frame.batch, ResourceExhausted(f"cannot store {frame.one_shot} bytes of inputs: {error}"))
-        else:
-            self._send_one_shot(frame, fd)
-        finally:
-            os.close(fd)
-
-    async def _copy_large(self, frame: Execute, laid_out: layout.Layout, fd: int) -> None:
-        try:
-            await asyncio.to_thread(laid_out.write_file, fd)
-        except OSError as error:
-            self._refuse(frame.batch, ResourceExhausted(f"cannot store {frame.one_shot} bytes of inputs: {error}"))
-        else:
-            self._send_one_shot(frame, fd)
-        finally:
-            os.close(fd)
-
-    def _send_one_shot(self, frame: Execute, fd: int) -> None:
-        # The host may have died, and the instance been connected to another one, while the inputs were copied.
-        if frame.batch in self._batches and self._channel is not None:
-            self._channel.send(frame, (fd,))
-
-    def _refuse(self, number: int, error: NaiadError) -> None:
-        """Answers a batch that cannot be handed over; not from within `execute`, whose caller may not expect it."""
-        self._loop.call_soon(self._refuse_now, number, error)
-
-    def _refuse_now(self, number: int, error: NaiadError) -> None:
-        if number in self._batches:
-            self._batches.refuse(number, error)
-            self._tenant.host.changed()
-            self.on_change()
-
-    def cancel(self, batch: Execution, index: int) -> None:
-        if (number := self._batches.number(batch)) is not None:
-            self._tenant.host.send(Cancel(self._tenant.number, self.name, number, index))
-
-    def _on_results(self, results: Results, fds: list[int]) -> None:
-        try:
-            self._deliver(results, fds)
-        except (NaiadError, ValueError, KeyError, IndexError, ZeroDivisionError, OSError) as error:
-            # Memory corrupted by native code shows like this. Nothing this host says can be trusted now.
-            self._tenant.host.kill(f"sent results that make no sense: {error}")
-
-    def _deliver(self, results: Results, fds: list[int]) -> None:
-        region = self._outputs
-        assert region is not None
-        if fds:
-            try:
-                region = arena.map_foreign(fds[0], results.one_shot)
-            finally:
-                for fd in fds:
-                    os.close(fd)
-        if results.keeps_inputs:
-            self._inputs = None
-        if self._batches.deliver(results, region):
-            self.on_change()
-        if not self._is_attached:
-            self._tenant.host.changed()
 
 
 class Tenant:
@@ -352,7 +103,7 @@ class Host:
         self._control: LoopChannel[FromHost] | None = None
         self._starting: asyncio.Task[None] | None = None
         self._restarting: asyncio.Task[None] | None = None
-        self._calls: set[asyncio.Task[None]] = set()
+        self._call_links: set[CallLink] = set()
         self._replies: dict[int, asyncio.Future[Any]] = {}
         self._reply_count = 0
         self._tenant_count = 0
@@ -439,6 +190,8 @@ class Host:
             self._control.drain()
             self._control.close()
             self._control = None
+        for link in list(self._call_links):
+            self._close_calls(link)
         for number in list(self._callers):
             self._caller_gone(number)
         lost = Unavailable(f"host process '{self.name}' {how}")
@@ -650,13 +403,11 @@ class Host:
             except TimeoutError:
                 child.kill()
                 await child.wait()
-        for task in list(self._calls):
-            task.cancel()
         self.state = "stopped"
 
     # ---- the control socket -----------------------------------------------------------------------------
 
-    def send(self, frame: Cancel | Answer) -> None:
+    def send(self, frame: Cancel) -> None:
         if self._control is not None:
             self._control.send(frame)
 
@@ -671,6 +422,10 @@ class Host:
         return reply
 
     def _on_message(self, message: FromHost, fds: list[int]) -> None:
+        if isinstance(message, OpenCalls) and len(fds) == 1:
+            sock = socket.socket(fileno=fds[0])
+            self._call_links.add(CallLink(self._loop, sock, self._on_call, self._caller, self._close_calls))
+            return
         for fd in fds:
             os.close(fd)
         if isinstance(message, Reply):
@@ -681,36 +436,19 @@ class Host:
                 reply.set_result(message.value)
             else:
                 reply.set_exception(message.failure.error())
-            return
-        tenant = self.tenants.get(message.model)
-        if isinstance(message, Log):
-            if tenant is not None:
-                spec = tenant.spec
-                self._on_log(spec.name, spec.version, message.level, message.message, message.file, message.line)
-            return
-        task = self._loop.create_task(self._answer(message, tenant))
-        self._calls.add(task)
-        task.add_done_callback(self._calls.discard)
+        elif isinstance(message, Log) and (tenant := self.tenants.get(message.model)) is not None:
+            spec = tenant.spec
+            self._on_log(spec.name, spec.version, message.level, message.message, message.file, message.line)
 
-    async def _answer(self, call: Call, tenant: Tenant | None) -> None:
-        control = self._control
-        if control is None:
-            # It has died since it asked, and `_caller_gone` has been called.
-            return
-        try:
-            if tenant is None:
-                raise Unavailable("the model has been unloaded")
-            caller = self._callers.get(tenant.number)
-            if caller is None:
-                caller = self._callers[tenant.number] = new_caller(tenant.spec)
-            value = await self._on_call(caller, call.method, call.arguments)
-            answer = Answer(call.call, value, None)
-        except Exception as error:
-            answer = Answer(call.call, None, failure(error))
-        try:
-            control.send(answer)
-        except (TypeError, NaiadError) as error:
-            control.send(Answer(call.call, None, failure(Internal(f"'{call.method}': {error}"))))
+    def _caller(self, model: int) -> Caller | None:
+        caller = self._callers.get(model)
+        if caller is None and (tenant := self.tenants.get(model)) is not None:
+            caller = self._callers[model] = new_caller(tenant.spec)
+        return caller
+
+    def _close_calls(self, link: CallLink) -> None:
+        link.close()
+        self._call_links.discard(link)
 
     def _caller_gone(self, number: int) -> None:
         caller = self._callers.pop(number, None)

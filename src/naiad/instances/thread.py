@@ -5,26 +5,33 @@ through `loop.call_soon_threadsafe`. A crash of the model is a crash of the serv
 """
 
 import asyncio
+import concurrent.futures
 import contextlib
 import queue
 import threading
 from collections.abc import Callable, Sequence
 from time import monotonic_ns
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
 
 from naiad.backends.api import ArrayBackend, ConfigDict, InstanceContext, ModelContext, RequestBackend
-from naiad.errors import NaiadError, Unavailable
+from naiad.errors import Internal, NaiadError, Unavailable
 from naiad.instances import arena, layout
+from naiad.instances.call_link import Caller, OnCall, new_caller
 from naiad.instances.delivery import Batches
 from naiad.instances.execution import ArrayExecution, OneShot, RequestExecution, Signature, execution
 from naiad.instances.frames import Execute, Results, VersionSpec, failure
 from naiad.instances.host import model_context
 from naiad.instances.instance import Execution, Instance
-from naiad.instances.process import Caller, Limits, OnCall, OnGone, OnLog, new_caller
+from naiad.instances.process import OnGone, OnLog
+from naiad.instances.process_instance import Limits
 from naiad.instances.references import load_backend
 
 if TYPE_CHECKING:
     from naiad.instances.hosts import ModelSpec
+
+T = TypeVar("T")
 
 
 def _do_nothing() -> None:
@@ -198,7 +205,7 @@ class ThreadInstance:
 
 
 class _ThreadServices:
-    """`Services` without a way between."""
+    """`Services` within this process. What is said goes as messages here too: neither side changes the other's memory."""
 
     def __init__(
         self, spec: "ModelSpec", caller: Caller, on_log: OnLog, on_call: OnCall, loop: asyncio.AbstractEventLoop
@@ -212,11 +219,21 @@ class _ThreadServices:
     def log(self, level: str, message: str, file: str, line: int) -> None:
         self._loop.call_soon_threadsafe(self._on_log, self._spec.name, self._spec.version, level, message, file, line)
 
-    def call(self, method: str, arguments: Any) -> Any:
-        async def ask() -> Any:
-            return await self._on_call(self._caller, method, arguments)
+    def call(self, method: str, arguments: Any, kind: type[T]) -> T:
+        answer: concurrent.futures.Future[bytes] = concurrent.futures.Future()
 
-        return asyncio.run_coroutine_threadsafe(ask(), self._loop).result()
+        def reply(value: Any, error: BaseException | None) -> None:
+            if error is None:
+                try:
+                    answer.set_result(msgspec.msgpack.encode(value))
+                except TypeError as problem:
+                    error = Internal(f"'{method}': {problem}")
+            if error is not None:
+                answer.set_exception(failure(error).error())
+
+        asked = msgspec.Raw(msgspec.msgpack.encode(arguments))
+        self._loop.call_soon_threadsafe(self._on_call, self._caller, method, asked, reply)
+        return msgspec.msgpack.decode(answer.result(), type=kind)
 
 
 class ThreadModel:

@@ -16,7 +16,7 @@ from naiad.instances.instance import Instance
 from naiad.instances.interpreter import ENVIRONMENT_PARAMETER, interpreter_of
 from naiad.instances.provision import Environments
 from naiad.instances.references import GROUP
-from naiad.messages import InferRequest, InferStatistics, ModelStatistics, ResponseSink
+from naiad.messages import InferRequest, ResponseSink
 from naiad.models.instances import VersionInstances
 from naiad.models.model import InstanceUpdate, Model
 from naiad.models.placement import placed_instances
@@ -29,6 +29,7 @@ from naiad.scheduling.rate_limit import NoLimiter, RateLimiter
 from naiad.scheduling.scheduler import Call, Scheduler
 from naiad.scheduling.sequence import SequenceScheduler
 from naiad.scheduling.states import read_initial_states
+from naiad.statistics import InferStatistics, ModelStatistics
 from naiad.telemetry.log import Log
 
 

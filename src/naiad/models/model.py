@@ -10,11 +10,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from naiad.config.model_config import ModelConfig
 from naiad.errors import Unavailable
 from naiad.instances.hosts import UNLOAD_S
-from naiad.messages import ModelMetadata, ModelStatistics, TensorMetadata
+from naiad.messages import ModelMetadata, TensorMetadata
 from naiad.models.check import RequestCheck
 from naiad.models.instances import Held, VersionInstances
 from naiad.models.placement import Exchange
 from naiad.scheduling.scheduler import Scheduler
+from naiad.statistics import ModelStatistics
 
 
 class Model:

@@ -5,8 +5,9 @@ from typing import Any
 
 import orjson
 
-from naiad.messages import Duration, IndexEntry, ModelMetadata, ModelStatistics, ServerMetadata, TensorMetadata
+from naiad.messages import IndexEntry, ModelMetadata, ServerMetadata, TensorMetadata
 from naiad.protocol.json_text import dump
+from naiad.statistics import Duration, ModelStatistics
 
 
 def server_metadata(metadata: ServerMetadata) -> bytes:

@@ -19,9 +19,10 @@ import msgspec
 
 from naiad.datatypes import BY_NUMBER
 from naiad.errors import InvalidArgument, NaiadError
-from naiad.messages import InferRequest, InferResponse, ModelStatistics, ParameterValue, Result, Tensor
+from naiad.messages import InferRequest, InferResponse, ParameterValue, Result, Tensor
 from naiad.options import Setting
 from naiad.scheduling.scheduler import Call, Scheduler
+from naiad.statistics import ModelStatistics
 from naiad.telemetry.exposition import Family, Sample
 
 #: What an entry takes in memory besides its tensors, about.

@@ -12,10 +12,11 @@ from collections.abc import Callable, Sequence
 
 from naiad.errors import Internal, NaiadError, Unavailable
 from naiad.instances.instance import ComputeTimes, Instance
-from naiad.messages import InferRequest, InferResponse, ModelStatistics, Result
+from naiad.messages import InferRequest, InferResponse, Result
 from naiad.scheduling.queue import Batch, RequestQueue, WaitUntil
 from naiad.scheduling.scheduler import Call, delay_from
 from naiad.scheduling.turns import STOPPED, TurnScheduler, trace_execution
+from naiad.statistics import ModelStatistics
 
 #: In place of the execution of a call that is out of the queue and is refused together with others: the end of one can
 #: make the client of another leave.

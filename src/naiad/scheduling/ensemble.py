@@ -19,18 +19,10 @@ import msgspec
 from naiad.config.model_config import ModelConfig, TensorConfig
 from naiad.errors import InvalidArgument, NaiadError, Unavailable
 from naiad.instances.instance import ComputeTimes
-from naiad.messages import (
-    InferRequest,
-    InferResponse,
-    ModelStatistics,
-    ParameterValue,
-    ResponseSink,
-    Result,
-    SequenceControl,
-    Tensor,
-)
+from naiad.messages import InferRequest, InferResponse, ParameterValue, ResponseSink, Result, SequenceControl, Tensor
 from naiad.scheduling.scheduler import Call
 from naiad.scheduling.turns import STOPPED, count_execution
+from naiad.statistics import ModelStatistics
 
 #: How long a request of a step waits for `max_inflight_requests`, in seconds, before it goes on all the same.
 _LIMIT_WAIT_S = 300.0

@@ -9,7 +9,8 @@ import time
 from typing import Any, Literal, Protocol
 
 from naiad.errors import Cancelled, NaiadError
-from naiad.messages import InferRequest, ModelStatistics, ResponseSink, Result
+from naiad.messages import InferRequest, ResponseSink, Result
+from naiad.statistics import ModelStatistics
 
 FailureReason = Literal["REJECTED", "CANCELED", "BACKEND", "OTHER"]
 

@@ -14,13 +14,14 @@ from collections.abc import Callable, Mapping, Sequence
 from naiad.config.model_config import ModelConfig
 from naiad.errors import InvalidArgument, NaiadError, Unavailable
 from naiad.instances.instance import ComputeTimes, Instance
-from naiad.messages import InferRequest, InferResponse, ModelStatistics, Result, SequenceControl, Tensor
+from naiad.messages import InferRequest, InferResponse, Result, SequenceControl, Tensor
 from naiad.scheduling.controls import Controls, null_request
 from naiad.scheduling.queue import WaitUntil
 from naiad.scheduling.scheduler import Call, FailureReason, delay_from
 from naiad.scheduling.slots import Direct, Oldest, Round, Slots, Step
 from naiad.scheduling.states import States, nulls
 from naiad.scheduling.turns import STOPPED, TurnScheduler, trace_execution
+from naiad.statistics import ModelStatistics
 
 
 class SequenceExecution:

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 from naiad.errors import NaiadError, Unavailable
 from naiad.instances.instance import ComputeTimes, Instance
-from naiad.messages import BatchStatistics, InferRequest, ModelStatistics, Result
+from naiad.messages import InferRequest, Result
 from naiad.scheduling.scheduler import Call, FailureReason
+from naiad.statistics import BatchStatistics, ModelStatistics
 
 #: The text of a scheduler that takes no more calls.
 STOPPED = "Server is stopping, scheduler for model has stopped accepting new inference requests"

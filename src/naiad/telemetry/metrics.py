@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
 
-from naiad.messages import Duration, InferStatistics, ModelStatistics
 from naiad.options import parse_bool, parse_quantiles
+from naiad.statistics import Duration, InferStatistics, ModelStatistics
 from naiad.telemetry import own_metrics
 from naiad.telemetry.custom_metrics import CustomMetrics
 from naiad.telemetry.exposition import Family, Sample, exposition

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from naiad.messages import LATENCY_BOUNDS_NS, BatchStatistics, ModelStatistics
+from naiad.statistics import LATENCY_BOUNDS_NS, BatchStatistics, ModelStatistics
 from naiad.telemetry.exposition import Family, Sample, exposition
 
 #: Batches up to these sizes are counted together.

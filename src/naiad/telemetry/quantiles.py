@@ -3,10 +3,9 @@
 import math
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
-import msgspec
-
-from naiad.messages import Duration
+from naiad.statistics import Duration
 
 #: The window that quantiles look at, and how many steps it moves in.
 WINDOW_S = 60.0
@@ -70,6 +69,7 @@ def _value(bucket: int) -> float:
     return math.ldexp(0.5 + (part + 0.5) / (2 * _PER_OCTAVE), exponent)
 
 
+@dataclass
 class ObservedDuration(Duration):
     """A duration that also remembers how the single ones were spread, in µs.
 
@@ -77,7 +77,7 @@ class ObservedDuration(Duration):
     nothing but when they arrived.
     """
 
-    sketch: Sketch = msgspec.field(default_factory=Sketch)
+    sketch: Sketch = field(default_factory=Sketch)
     clock: Callable[[], float] = time.monotonic
 
     def add(self, ns: int, count: int = 1) -> None:

@@ -253,7 +253,7 @@ class Caller(Identity):
     def run(self, inputs, outputs):
         method = inputs["INPUT0"][0].decode()
         self.model.services.log("INFO", f"calling {method}", "model.py", 7)
-        answer = self.model.services.call(method, {"a": [1, 2.5, None]})
+        answer = self.model.services.call(method, {"a": [1, 2.5, None]}, list)
         return {"OUTPUT0": np.array([str(answer).encode()], object)}
 
 

@@ -18,7 +18,7 @@ def make_lab(monkeypatch):
     async def make(on_call=None, **options):
         logs = []
 
-        async def no_calls(caller, method, arguments):
+        def no_calls(caller, method, arguments, reply):
             raise AssertionError("unexpected call")
 
         async with Hosts(on_log=lambda *line: logs.append(line), on_call=on_call or no_calls, **options) as hosts:

@@ -3,6 +3,7 @@
 import asyncio
 
 import ml_dtypes
+import msgspec
 import numpy as np
 import pytest
 from instance_lab import Batch, available, config, parameters, request, run, tensor
@@ -407,12 +408,13 @@ async def test_a_failed_constructor_fails_the_load_with_its_text(both):
 async def test_model_code_logs_and_calls(make_lab):
     calls = []
 
-    async def on_call(caller, method, arguments):
-        calls.append((caller.model, caller.version, method, arguments))
-        await asyncio.sleep(0)
+    def on_call(caller, method, arguments, reply):
+        asked = msgspec.msgpack.decode(arguments)
+        calls.append((caller.model, caller.version, method, asked))
         if method == "refuse":
-            raise InvalidArgument("not so")
-        return [arguments, b"bytes"]
+            reply(None, InvalidArgument("not so"))
+        else:
+            asyncio.get_running_loop().call_soon(reply, [asked, b"bytes"], None)
 
     for isolation in "model", "none":
         gone = []

@@ -56,7 +56,7 @@ def test_an_environment_that_is_not_there_is_named(chosen: str) -> None:
 
 
 async def test_threads_of_the_server_have_no_environment_of_their_own(venv: Path) -> None:
-    async def no_calls(*arguments: object) -> None:
+    def no_calls(*arguments: object) -> None:
         raise AssertionError("unexpected call")
 
     spec = ModelSpec("m", 1, "python", venv, venv, venv, interpreter=str(venv / "bin" / "python"))

@@ -9,11 +9,12 @@ import pytest
 
 from naiad.config.read import Draft, finish
 from naiad.errors import InvalidArgument, NaiadError, NotFound, Unavailable
-from naiad.messages import IndexEntry, ModelStatistics
+from naiad.messages import IndexEntry
 from naiad.models.manager import ModelManager
 from naiad.models.model import Model
 from naiad.models.sources import RepositorySources
 from naiad.models.table import ModelTable, Source
+from naiad.statistics import ModelStatistics
 from naiad.telemetry.log import Log
 
 

@@ -1,16 +1,8 @@
 import json
 
-from naiad.messages import (
-    BatchStatistics,
-    Duration,
-    IndexEntry,
-    ModelMetadata,
-    ModelStatistics,
-    ResponseStatistics,
-    ServerMetadata,
-    TensorMetadata,
-)
+from naiad.messages import IndexEntry, ModelMetadata, ServerMetadata, TensorMetadata
 from naiad.protocol import documents
+from naiad.statistics import BatchStatistics, Duration, ModelStatistics, ResponseStatistics
 
 
 def test_metadata() -> None:

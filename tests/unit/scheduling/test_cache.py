@@ -13,10 +13,11 @@ from scheduling_fakes import Meddler
 
 from naiad.datatypes import DataType
 from naiad.errors import Cancelled, InvalidArgument, NotFound, Unavailable
-from naiad.messages import InferRequest, InferResponse, ModelStatistics, Result, Tensor
+from naiad.messages import InferRequest, InferResponse, Result, Tensor
 from naiad.options import Setting
 from naiad.scheduling.cache import CachingScheduler, LocalStore, families, key_of, pack, store_of, unpack
 from naiad.scheduling.scheduler import Call
+from naiad.statistics import ModelStatistics
 
 
 def tensor(name: str = "A", data: bytes = b"\1\2", shape: tuple[int, ...] = (2,)) -> Tensor:

@@ -9,10 +9,11 @@ from scheduling_fakes import FakeInstance, Lease, Meddler, Sink
 
 from naiad.config.model_config import QueuePolicy
 from naiad.errors import Cancelled, Unavailable
-from naiad.messages import InferRequest, ModelStatistics
+from naiad.messages import InferRequest
 from naiad.scheduling.dynamic import DynamicScheduler
 from naiad.scheduling.queue import RequestQueue
 from naiad.scheduling.scheduler import Call
+from naiad.statistics import ModelStatistics
 
 
 async def test_the_last_client_leaves_while_the_scheduler_closes_and_no_instance_is_up() -> None:

@@ -10,9 +10,10 @@ from naiad.config.model_config import ModelConfig
 from naiad.config.parse import parse_text
 from naiad.datatypes import DataType
 from naiad.errors import InvalidArgument, NaiadError, NotFound
-from naiad.messages import InferRequest, InferResponse, ModelStatistics, ResponseSink, Result, Tensor
+from naiad.messages import InferRequest, InferResponse, ResponseSink, Result, Tensor
 from naiad.scheduling.ensemble import EnsembleScheduler, _Scope, fitted, members_of
 from naiad.scheduling.scheduler import Call
+from naiad.statistics import ModelStatistics
 
 
 def config(text: str) -> ModelConfig:

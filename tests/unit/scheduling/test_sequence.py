@@ -11,12 +11,13 @@ from naiad.config.model_config import ModelConfig
 from naiad.config.parse import parse_text
 from naiad.datatypes import DataType
 from naiad.errors import Cancelled, Internal, InvalidArgument, NaiadError, Unavailable
-from naiad.messages import InferRequest, InferResponse, ModelStatistics, SequenceControl, Tensor
+from naiad.messages import InferRequest, InferResponse, SequenceControl, Tensor
 from naiad.scheduling.controls import Controls, pack_correlation_id, zeros_like
 from naiad.scheduling.scheduler import Call
 from naiad.scheduling.sequence import SequenceScheduler, slots_for
 from naiad.scheduling.slots import Direct, Oldest
 from naiad.scheduling.states import States, read_initial_states
+from naiad.statistics import ModelStatistics
 
 ALL_CONTROLS = """
     control_input { name: "S" control { kind: CONTROL_SEQUENCE_START fp32_false_true: [ 0.5, 2 ] } }

@@ -5,8 +5,8 @@ import types
 
 import pytest
 
-from naiad.messages import ModelStatistics
 from naiad.options import parse_options
+from naiad.statistics import ModelStatistics
 from naiad.telemetry.exposition import Family, Sample, exposition, number
 from naiad.telemetry.metrics import Metrics, MetricsSettings, ModelSeries, model_families
 from naiad.telemetry.quantiles import ObservedDuration, Sketch

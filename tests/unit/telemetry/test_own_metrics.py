@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from naiad.messages import BatchStatistics, Duration, Latencies, ModelStatistics
+from naiad.statistics import BatchStatistics, Duration, Latencies, ModelStatistics
 from naiad.telemetry.exposition import exposition
 from naiad.telemetry.own_metrics import (
     NAMES,

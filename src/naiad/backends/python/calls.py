@@ -7,7 +7,7 @@
     "load_model"      LoadCall           None, when the model is ready
     "unload_model"    UnloadCall         None
     "is_model_ready"  ReadyCall          bool
-    "metric"          MetricCall         the value of the last change that is a MetricValue, else None
+    "metric"          MetricCall         the value of the last change that is a MetricValue, else 0.0
 
 Errors. "infer" raises a NaiadError for what goes wrong before the called model has the request; the caller sees
 it as `Model M - Error when running inference: <text>`. These are in particular
@@ -17,11 +17,9 @@ it as `Model M - Error when running inference: <text>`. These are in particular
 
 (`not_ready` and `needs_decoupled` below). What the called model itself answers, errors included, is an
 `InferAnswer`. All other methods raise a NaiadError with the engine's text.
-
-An answer may arrive as these classes or as the plain dicts they are encoded to.
 """
 
-from typing import Any, Literal, TypeVar
+from typing import Literal
 
 import msgspec
 
@@ -164,14 +162,6 @@ class MetricCall(msgspec.Struct, frozen=True):
     """Changes of metrics, in order."""
 
     changes: tuple[MetricChange, ...]
-
-
-A = TypeVar("A")
-
-
-def read(answer: Any, kind: type[A]) -> A:
-    """An answer (or an argument) as the class it was made of."""
-    return answer if isinstance(answer, kind) else msgspec.convert(answer, kind)
 
 
 def not_ready(model_name: str) -> str:

@@ -6,7 +6,7 @@ all have the same services then.
 """
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from naiad.backends.api import Services
 from naiad.backends.python.failures import TritonModelException
@@ -14,6 +14,8 @@ from naiad.errors import NaiadError
 
 if TYPE_CHECKING:
     from naiad.backends.python.metrics import Notes
+
+A = TypeVar("A")
 
 
 class Instance:
@@ -28,10 +30,10 @@ class Instance:
         self.is_serving = False
         self.notes: Notes | None = None
 
-    def ask(self, method: str, argument: Any, failed: str) -> Any:
+    def ask(self, method: str, argument: Any, kind: type[A], failed: str) -> A:
         """An answer of the server. Raises TritonModelException, with Triton's words after `failed`."""
         try:
-            return self.services.call(method, argument)
+            return self.services.call(method, argument, kind)
         except NaiadError as error:
             raise self.refused(failed, error.message) from error
 

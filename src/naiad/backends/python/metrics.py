@@ -11,7 +11,7 @@ import time
 import weakref
 from collections.abc import Mapping, Sequence
 from queue import SimpleQueue
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from naiad.backends.python import calls, current
 from naiad.backends.python.failures import TritonModelException
@@ -117,7 +117,7 @@ class Metric:
         self._checked("get", 0.0)
         if self._kind is MetricKind.HISTOGRAM:
             raise self._unsupported("get", "Value")
-        return float(_ask(self._notes, calls.MetricValue(self._family, self._labels), "Failed to get metric value"))
+        return _ask(self._notes, calls.MetricValue(self._family, self._labels), "Failed to get metric value")
 
     def _checked(self, verb: str, value: float) -> float:
         if not self._alive[0]:
@@ -197,11 +197,11 @@ class Notes:
             changes.append(self._drops.get())
         return tuple(changes)
 
-    def send(self, *more: calls.MetricChange) -> Any:
+    def send(self, *more: calls.MetricChange) -> float:
         """Passes on what is noted, and `more`. Raises NaiadError."""
         with self._sending:
             changes = (*self.take(), *more)
-            return self._services.call("metric", calls.MetricCall(changes)) if changes else None
+            return self._services.call("metric", calls.MetricCall(changes), float) if changes else 0.0
 
     def close(self) -> None:
         """Passes on what is noted and ends the thread. Raises NaiadError."""
@@ -231,7 +231,7 @@ def notes_of(instance: current.Instance) -> Notes:
     return instance.notes
 
 
-def _ask(notes: Notes, change: calls.MetricChange, failed: str) -> Any:
+def _ask(notes: Notes, change: calls.MetricChange, failed: str) -> float:
     try:
         return notes.send(change)
     except NaiadError as error:

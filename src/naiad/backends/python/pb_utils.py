@@ -166,13 +166,15 @@ def load_model(model_name: str, config: str = "", files: dict[str, bytes] | None
         raise TritonModelException(
             f"failed to load model '{model_name}', files should be a dictionary of file paths and file contents"
         )
-    current.instance().ask("load_model", calls.LoadCall(model_name, config, files or {}), "Failed to load model")
+    asked = calls.LoadCall(model_name, config, files or {})
+    current.instance().ask("load_model", asked, type(None), "Failed to load model")
 
 
 def unload_model(model_name: str, unload_dependents: bool = False) -> None:
     """Raises TritonModelException."""
     model_name = text(model_name, "unload_model needs a str as model_name")
-    current.instance().ask("unload_model", calls.UnloadCall(model_name, unload_dependents), "Failed to unload model")
+    asked = calls.UnloadCall(model_name, unload_dependents)
+    current.instance().ask("unload_model", asked, type(None), "Failed to unload model")
 
 
 def is_model_ready(model_name: str, model_version: str = "") -> bool:
@@ -192,7 +194,7 @@ def is_model_ready(model_name: str, model_version: str = "") -> bool:
                 f"failed to get model version from specified version string '{model_version}' (details: stol), version "
                 "should be an integral value > 0",
             )
-    return bool(instance.ask("is_model_ready", calls.ReadyCall(model_name, version), failed))
+    return instance.ask("is_model_ready", calls.ReadyCall(model_name, version), bool, failed)
 
 
 class _LogLevel(enum.IntEnum):

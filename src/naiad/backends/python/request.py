@@ -188,14 +188,14 @@ class InferenceRequest:
             trace=0 if self._trace is None else self._trace._id,
         )
         try:
-            answer = services.call("infer", call)
+            if not decoupled:
+                return _response(services.call("infer", call, calls.InferAnswer))
+            stream = services.call("infer", call, calls.StreamAnswer).stream
         except NaiadError as error:
             text = f"Model {self._model_name} - Error when running inference: {error.message}"
             refused = InferenceResponse(error=TritonError(text))
             return ResponseIterator(services, None, [refused]) if decoupled else refused
-        if decoupled:
-            return ResponseIterator(services, calls.read(answer, calls.StreamAnswer).stream)
-        return _response(calls.read(answer, calls.InferAnswer))
+        return ResponseIterator(services, stream)
 
     def async_exec(self, decoupled: bool = False) -> "asyncio.Future[InferenceResponse | ResponseIterator]":
         """`exec` in a thread; for `await`."""
@@ -298,7 +298,7 @@ class ResponseIterator:
 
     def _next(self, stream: int) -> InferenceResponse:
         try:
-            answer = calls.read(self._services.call("next_response", calls.StreamCall(stream)), calls.InferAnswer)
+            answer = self._services.call("next_response", calls.StreamCall(stream), calls.InferAnswer)
         except NaiadError as error:
             self._stream = None
             return InferenceResponse(error=_error(error.triton_code, error.message))
@@ -309,7 +309,7 @@ class ResponseIterator:
     def cancel(self) -> None:
         """Asks the called model to stop; what it still sends can be fetched."""
         if self._stream is not None:
-            self._services.call("cancel", calls.StreamCall(self._stream))
+            self._services.call("cancel", calls.StreamCall(self._stream), type(None))
 
     def __del__(self) -> None:
         # The called model runs to its end, as it does in Triton; the server must not keep the answers.
@@ -341,7 +341,8 @@ def _tensor(value: calls.TensorValue) -> Tensor:
     datatype = datatypes.BY_NUMBER[value.datatype]
     if datatype is DataType.BYTES:
         return of_array(value.name, datatypes.unpack_bytes(value.data, value.shape))
-    return of_array(value.name, np.frombuffer(value.data, datatype.numpy).reshape(value.shape))
+    # A copy: model code may change it, and in the message it would not be aligned.
+    return of_array(value.name, np.frombuffer(value.data, datatype.numpy).reshape(value.shape).copy())
 
 
 def _response(answer: calls.InferAnswer) -> InferenceResponse:

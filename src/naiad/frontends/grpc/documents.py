@@ -5,14 +5,8 @@ from typing import Any
 
 from tritonclient.grpc import service_pb2 as pb
 
-from naiad.messages import (
-    Duration,
-    IndexEntry,
-    ModelMetadata,
-    ModelStatistics,
-    ServerMetadata,
-    TensorMetadata,
-)
+from naiad.messages import IndexEntry, ModelMetadata, ServerMetadata, TensorMetadata
+from naiad.statistics import Duration, ModelStatistics
 
 Message = Any
 

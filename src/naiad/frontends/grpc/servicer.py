@@ -17,18 +17,11 @@ from tritonclient.grpc import service_pb2 as pb
 from naiad.config.model_config import ModelConfig
 from naiad.errors import InvalidArgument, NotFound, Unavailable, Unsupported
 from naiad.frontends.grpc import documents
-from naiad.messages import (
-    IndexEntry,
-    InferRequest,
-    ModelMetadata,
-    ModelStatistics,
-    ParameterValue,
-    ResponseSink,
-    ServerMetadata,
-)
+from naiad.messages import IndexEntry, InferRequest, ModelMetadata, ParameterValue, ResponseSink, ServerMetadata
 from naiad.options import Restriction, forward_pattern
 from naiad.protocol.proto_codec import Reply, decode, parse_request, parse_version, recall, remember
 from naiad.protocol.regions import Regions, is_local_peer
+from naiad.statistics import ModelStatistics
 from naiad.telemetry.trace import TraceSettings, off
 
 SERVICE = "inference.GRPCInferenceService"

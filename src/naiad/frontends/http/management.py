@@ -14,7 +14,7 @@ from naiad.errors import Internal, InvalidArgument, NotFound, Unsupported
 from naiad.frontends.http.connection import Exchange
 from naiad.frontends.http.inference import LARGE
 from naiad.frontends.http.replies import JSON, PLAIN, reply_json
-from naiad.messages import IndexEntry, ModelMetadata, ModelStatistics, ServerMetadata
+from naiad.messages import IndexEntry, ModelMetadata, ServerMetadata
 from naiad.protocol import documents
 from naiad.protocol.json_text import (
     boolean_member,
@@ -26,6 +26,7 @@ from naiad.protocol.json_text import (
     unsigned_member,
 )
 from naiad.protocol.regions import Regions, is_local_peer
+from naiad.statistics import ModelStatistics
 
 
 class ManagementEngine(Protocol):

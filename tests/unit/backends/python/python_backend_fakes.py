@@ -25,7 +25,7 @@ class FakeServices:
     def log(self, level: str, message: str, file: str, line: int) -> None:
         self.logged.append((level, message, file, line))
 
-    def call(self, method: str, arguments: Any) -> Any:
+    def call(self, method: str, arguments: Any, kind: Any) -> Any:
         self.asked.append((method, arguments))
         return self.answers[method](arguments)
 

@@ -17,17 +17,17 @@ from naiad.backends.python.pb_utils import InferenceRequest, InferenceResponse, 
 from naiad.errors import InvalidArgument, NotFound, Unavailable
 
 
-def encoded(answer: Any) -> Any:
+def encoded(answer: Any, kind: Any) -> Any:
     """What arrives of a message that has been on a socket."""
-    return msgspec.msgpack.decode(msgspec.msgpack.encode(answer))
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(answer), type=kind)
 
 
-@pytest.fixture(params=[encoded, lambda answer: answer], ids=["encoded", "direct"])
-def services(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> FakeServices:
-    """Those of an instance that serves; answers arrive as messages and as objects."""
+@pytest.fixture
+def services(monkeypatch: pytest.MonkeyPatch) -> FakeServices:
+    """Those of an instance that serves."""
     services = FakeServices()
     call = services.call
-    monkeypatch.setattr(services, "call", lambda method, arguments: request.param(call(method, arguments)))
+    monkeypatch.setattr(services, "call", lambda *asked: encoded(call(*asked), asked[2]))
     instance = current.Instance("m_0_0", services, Path("/m/1"))
     instance.is_serving = True
     monkeypatch.setattr(current, "_instance", instance)
@@ -95,7 +95,7 @@ def test_everything_of_a_request_arrives(services: FakeServices) -> None:
     )
     (tensor,) = call.inputs
     assert (tensor.name, tensor.datatype, tensor.shape, bytes(tensor.data)) == ("X", 2, (1,), b"\x07")
-    assert calls.read(encoded(call), InferCall) == call
+    assert encoded(call, InferCall) == call
 
 
 class Name(str, enum.Enum):  # noqa: UP042

@@ -10,19 +10,8 @@ from tritonclient.grpc import model_config_pb2
 from naiad.config.model_config import ModelConfig
 from naiad.datatypes import DataType
 from naiad.errors import InvalidArgument, NaiadError, NotFound
-from naiad.messages import (
-    BatchStatistics,
-    Duration,
-    IndexEntry,
-    InferRequest,
-    InferResponse,
-    ModelMetadata,
-    ModelStatistics,
-    ResponseSink,
-    ResponseStatistics,
-    Tensor,
-    TensorMetadata,
-)
+from naiad.messages import IndexEntry, InferRequest, InferResponse, ModelMetadata, ResponseSink, Tensor, TensorMetadata
+from naiad.statistics import BatchStatistics, Duration, ModelStatistics, ResponseStatistics
 from tests.unit.frontends.fake_engine import ModelsInMemory
 
 

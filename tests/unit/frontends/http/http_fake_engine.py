@@ -15,13 +15,13 @@ from naiad.messages import (
     InferRequest,
     InferResponse,
     ModelMetadata,
-    ModelStatistics,
     ResponseSink,
     Result,
     Tensor,
     TensorMetadata,
 )
 from naiad.models.check import RequestCheck
+from naiad.statistics import ModelStatistics
 from tests.unit.frontends.fake_engine import ModelsInMemory
 
 Arrays = dict[str, Any]
