@@ -18,6 +18,7 @@ from naiad.config.model_config import ModelConfig
 from naiad.datatypes import BY_NAME, BY_NUMBER, Buffer, DataType
 from naiad.errors import Internal, InvalidArgument
 from naiad.messages import InferRequest, InferResponse, ParameterValue, SequenceControl, Tensor
+from naiad.protocol.json_numbers import parse_request
 from naiad.protocol.json_text import (
     IS_BOOLEAN,
     IS_NUMBER,
@@ -28,7 +29,6 @@ from naiad.protocol.json_text import (
     dump,
     encode,
     members,
-    parse,
     string_member,
     too_deep,
     unsigned_member,
@@ -123,7 +123,7 @@ def decode_request(
             again = known[0].fill(body, json_size)
             if again is not None:
                 return again, known[1]
-    document = parse(body if json_size == len(body) else memoryview(body)[:json_size])
+    document = parse_request(body if json_size == len(body) else memoryview(body)[:json_size])
     if type(document) is not dict:
         document = {}
     request_id = ""
@@ -381,7 +381,7 @@ def _read_output(item: Any) -> OutputSpec:
 def tensor_data(
     name: str, datatype: DataType, count: int, data: Any, max_input_size: int = DEFAULT_MAX_INPUT_SIZE
 ) -> bytes:
-    """The bytes of a JSON array, nested or flat, of `count` elements.
+    """The bytes of a JSON array, nested or flat, of `count` elements; or of the array that `parse_request` made of it.
 
     Integers wrap around to the width of the data type; numbers beyond FP32 become infinite. Without elements the array
     is not looked at. The number of BYTES elements is left to the engine, as Triton leaves it to its core.
@@ -393,7 +393,8 @@ def tensor_data(
             f"receiving {datatype.name} data via JSON is not supported. "
             f"Please use the binary data format for input {name}"
         )
-    if type(data) is not list:
+    is_array = isinstance(data, np.ndarray)
+    if not is_array and type(data) is not list:
         raise Internal("Unable to parse 'data': attempt to access JSON non-array as array")
     byte_size = count * datatype.byte_size
     if byte_size > max_input_size:
@@ -401,6 +402,12 @@ def tensor_data(
             f"JSON input '{name}' has a byte_size ({byte_size} bytes) that exceeds the maximum allowed value of "
             f"{max_input_size} bytes. Use --http-max-input-size to increase the limit."
         )
+    if is_array:
+        if len(data) != count:
+            raise Internal(_WRONG_COUNT)
+        with np.errstate(over="ignore"):
+            numbers: bytes = data.astype(datatype.numpy, copy=False).tobytes()
+        return numbers
     kinds = set(map(type, data))
     if list in kinds:
         data = _flat(data)

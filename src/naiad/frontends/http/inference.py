@@ -18,6 +18,7 @@ from naiad.frontends.http.head import RequestHeaders
 from naiad.frontends.http.replies import JSON, PLAIN, reply_error
 from naiad.messages import InferRequest, InferResponse, ParameterValue, ResponseSink, Result
 from naiad.options import forward_pattern
+from naiad.protocol import json_numbers
 from naiad.protocol.json_codec import (
     DEFAULT_MAX_INPUT_SIZE,
     RegionOutput,
@@ -34,6 +35,8 @@ from naiad.telemetry.trace import TraceSettings, off
 Decoded = tuple[InferRequest, OutputPlan, RegionUse | None]
 #: JSON texts from this many bytes on are read and written in a thread, so that the loop goes on.
 LARGE = 1 << 20
+#: How long after a large text what reading it took is kept for the next one.
+_KEPT_S = 5.0
 UNKNOWN_ENCODING: Headers = [*PLAIN, ("accept-encoding", "gzip, deflate")]
 
 
@@ -169,6 +172,7 @@ class Inference:
         self._max_input_size = max_input_size
         self.traces = off() if traces is None else traces
         self._tasks: set[asyncio.Task[None]] = set()
+        self._release: asyncio.TimerHandle | None = None
 
     def infer(self, exchange: Exchange, name: str, version: int) -> Coroutine[Any, Any, None] | None:
         """Submits the request; the reply is sent when the model has answered. What takes long to read is read in a
@@ -204,8 +208,7 @@ class Inference:
         body, json_size = await self._text(exchange)
         try:
             start_ns = time.monotonic_ns() if self.traces.active else 0
-            # Regions are only looked up and read in the thread, which no change on the loop can tear.
-            request, plan, use = await asyncio.to_thread(self._decode, exchange, model, version, body, json_size)
+            request, plan, use = await self._decode_slowly(exchange, model, version, body, json_size)
             self._submit(exchange, self.engine.model(model.name, version), request, plan, use, start_ns)
         except NaiadError as error:
             reply_error(exchange, error, JSON)
@@ -215,7 +218,17 @@ class Inference:
         body, json_size = await self._text(exchange)
         if json_size < LARGE:
             return self._decode(exchange, model, version, body, json_size)
-        return await asyncio.to_thread(self._decode, exchange, model, version, body, json_size)
+        return await self._decode_slowly(exchange, model, version, body, json_size)
+
+    async def _decode_slowly(
+        self, exchange: Exchange, model: ServedModel, version: int, body: bytes | memoryview, json_size: int
+    ) -> Decoded:
+        # Regions are only looked up and read in the thread, which no change on the loop can tear.
+        decoded = await asyncio.to_thread(self._decode, exchange, model, version, body, json_size)
+        if self._release is not None:
+            self._release.cancel()
+        self._release = asyncio.get_running_loop().call_later(_KEPT_S, json_numbers.release)
+        return decoded
 
     async def _text(self, exchange: Exchange) -> tuple[bytes | memoryview, int]:
         """(the body, decompressed; how much of it is JSON)"""

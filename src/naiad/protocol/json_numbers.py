@@ -1,0 +1,87 @@
+"""Long arrays of numbers in the JSON of requests, read without making a Python object of each. From any thread.
+
+simdjson keeps its memory for the next text: the kernel needs longer to make it anew than the parser to use it.
+"""
+
+from typing import Any
+
+import numpy as np
+import simdjson
+
+from naiad.datatypes import BY_NAME, Buffer
+from naiad.protocol.json_text import parse
+
+#: Texts from this many bytes on. Shorter ones are read as fast by orjson, and their arrays are used as lists.
+_LONG = 64 * 1024
+#: `naiad.datatypes` kind of number -> what simdjson calls it, and the dtype of what it returns.
+_KINDS = {"f": ("d", np.dtype(np.float64)), "i": ("i", np.dtype(np.int64)), "u": ("u", np.dtype(np.uint64))}
+#: Deeper arrays are left to `parse`, whose callers know the limit.
+_DEEPEST = 16
+
+_free: list[simdjson.Parser] = []
+
+
+def parse_request(text: Buffer) -> Any:
+    """As `parse`, but in a long text the `data` of an input is a flat array of float64, int64 or uint64 (whatever holds
+    its `datatype`), where it has numbers of this kind and nothing else. Raises what `parse` raises."""
+    # What begins otherwise may have a byte order mark, which simdjson passes over.
+    if len(text) < _LONG or text[0] != 0x7B:
+        return parse(text)
+    try:
+        parser = _free.pop()
+    except IndexError:
+        parser = simdjson.Parser()
+    try:
+        return _document(parser.parse(text))
+    except (ValueError, TypeError, RuntimeError):
+        # Another dialect, or wrong: for both there are answers.
+        return parse(text)
+    finally:
+        _free.append(parser)
+
+
+def release() -> None:
+    """Gives back the memory that parsers keep."""
+    _free.clear()
+
+
+def _document(document: Any) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for key in document.keys():  # noqa: SIM118  # no dict: iterating it makes Python objects of all values
+        if key in values:
+            raise ValueError(f"'{key}' twice: simdjson finds the first, orjson the last")
+        value = document[key]
+        if key == "inputs" and isinstance(value, simdjson.Array):
+            values[key] = [_input(value[index]) for index in range(len(value))]
+        else:
+            values[key] = _plain(value)
+    return values
+
+
+def _input(item: Any) -> Any:
+    if not isinstance(item, simdjson.Object):
+        return _plain(item)
+    values = {key: None if key == "data" else _plain(item[key]) for key in item.keys()}  # noqa: SIM118
+    if "data" in values:
+        values["data"] = _data(item["data"], values.get("datatype"))
+    return values
+
+
+def _data(data: Any, datatype_name: Any) -> Any:
+    datatype = BY_NAME.get(datatype_name) if isinstance(datatype_name, str) else None
+    kind = None if datatype is None else _KINDS.get(datatype.numpy.kind)
+    if kind is None or not isinstance(data, simdjson.Array):
+        return _plain(data)
+    first: Any = data
+    for _ in range(_DEEPEST):
+        first = first[0] if len(first) else None
+        if not isinstance(first, simdjson.Array):
+            code, dtype = kind
+            return np.frombuffer(data.as_buffer(of_type=code), dtype)
+    raise ValueError("nested too deeply")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, simdjson.Array):
+        return value.as_list()
+    return value.as_dict() if isinstance(value, simdjson.Object) else value
