@@ -3,7 +3,7 @@
 simdjson keeps its memory for the next text: the kernel needs longer to make it anew than the parser to use it.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import simdjson
@@ -14,7 +14,11 @@ from naiad.protocol.json_text import parse
 #: Texts from this many bytes on. Shorter ones are read as fast by orjson, and their arrays are used as lists.
 _LONG = 64 * 1024
 #: `naiad.datatypes` kind of number -> what simdjson calls it, and the dtype of what it returns.
-_KINDS = {"f": ("d", np.dtype(np.float64)), "i": ("i", np.dtype(np.int64)), "u": ("u", np.dtype(np.uint64))}
+_KINDS: dict[str, tuple[Literal["d", "i", "u"], np.dtype[Any]]] = {
+    "f": ("d", np.dtype(np.float64)),
+    "i": ("i", np.dtype(np.int64)),
+    "u": ("u", np.dtype(np.uint64)),
+}
 #: Deeper arrays are left to `parse`, whose callers know the limit.
 _DEEPEST = 16
 
