@@ -37,6 +37,7 @@ HOT_PATH = (
     "protocol/proto_codec",
     "protocol/templates",
     "scheduling/dynamic",
+    "scheduling/ensemble",
     "scheduling/queue",
     "scheduling/scheduler",
     "scheduling/sequence",

@@ -31,14 +31,24 @@ _LIMIT_WAIT_S = 300.0
 Infer = Callable[[InferRequest, ResponseSink], Call]
 
 
-class Member(msgspec.Struct, frozen=True, eq=False):
+class Member:
     """A step with what is known of its model: `inputs` and `outputs` map the model's names to the ensemble's tensors."""
 
-    model_name: str
-    model_version: int
-    inputs: Mapping[str, str]
-    outputs: Mapping[str, str]
-    config: ModelConfig
+    __slots__ = ("config", "inputs", "model_name", "model_version", "outputs")
+
+    def __init__(
+        self,
+        model_name: str,
+        model_version: int,
+        inputs: Mapping[str, str],
+        outputs: Mapping[str, str],
+        config: ModelConfig,
+    ) -> None:
+        self.model_name = model_name
+        self.model_version = model_version
+        self.inputs = inputs
+        self.outputs = outputs
+        self.config = config
 
 
 def members_of(ensemble: ModelConfig, models: Mapping[str, ModelConfig]) -> tuple[Member, ...]:
