@@ -191,7 +191,7 @@ class Server:
 
     @asynccontextmanager
     async def _store(self) -> AsyncIterator[Store | None]:
-        store = store_of(self.options.cache_settings, self.log.exception)
+        store = store_of(self.options.cache_settings, self.log.exception, self.log.error)
         try:
             if store is not None:
                 await store.check()

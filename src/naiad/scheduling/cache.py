@@ -59,17 +59,24 @@ class StoreStatistics(msgspec.Struct):
 class LocalStore:
     """Responses in this process, up to `byte_size` bytes; the one not used for longest goes first.
 
-    `ttl_s` 0 is for ever. `clock` gives seconds.
+    `ttl_s` 0 is for ever. `clock` gives seconds. `tell` hears of the first response that is larger than the store.
     """
 
     is_shared = False
 
-    def __init__(self, byte_size: int, ttl_s: float = 0, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        byte_size: int,
+        ttl_s: float = 0,
+        clock: Callable[[], float] = time.monotonic,
+        tell: Callable[[str], None] | None = None,
+    ) -> None:
         self.byte_size = byte_size
         self.used = 0
         self.statistics = StoreStatistics()
         self._ttl_s = ttl_s
         self._clock = clock
+        self._tell = tell
         self._entries: OrderedDict[bytes, tuple[InferResponse, int, float]] = OrderedDict()
 
     def __repr__(self) -> str:
@@ -104,6 +111,12 @@ class LocalStore:
             expires = self._clock() + self._ttl_s if self._ttl_s else 0.0
             self._entries[key] = (response, size, expires)
             self.used += size
+        elif self._tell is not None:
+            self._tell(
+                f"Failed to insert key [{key.hex()}] into response cache: a response of model '{response.model_name}' takes"
+                f" {size} bytes, the cache has {self.byte_size}. Responses that are too large are not told of again"
+            )
+            self._tell = None
         self.statistics.insertion_ns += time.perf_counter_ns() - start
 
     async def check(self) -> None:
@@ -342,7 +355,11 @@ class _Flight:
                 scheduler.deliver(call, result)
 
 
-def store_of(settings: Sequence[Setting], report: Callable[[str, BaseException], None]) -> Store | None:
+def store_of(
+    settings: Sequence[Setting],
+    report: Callable[[str, BaseException], None],
+    tell: Callable[[str], None] | None = None,
+) -> Store | None:
     """The store that `--cache-config` describes; None without one. Raises InvalidArgument."""
     names = list(dict.fromkeys(setting.scope for setting in settings))
     if not names:
@@ -353,7 +370,7 @@ def store_of(settings: Sequence[Setting], report: Callable[[str, BaseException],
         )
     given = {setting.key: setting.value for setting in settings}
     if names[0] == "local":
-        return _local(given)
+        return _local(given, tell)
     if names[0] != "redis":
         raise InvalidArgument(f"unable to find cache '{names[0]}'; there are 'local' and 'redis'")
     try:
@@ -366,7 +383,7 @@ def store_of(settings: Sequence[Setting], report: Callable[[str, BaseException],
     return store
 
 
-def _local(given: dict[str, str]) -> LocalStore:
+def _local(given: dict[str, str], tell: Callable[[str], None] | None) -> LocalStore:
     unknown = sorted(given.keys() - {"size", "ttl"})
     if unknown:
         raise InvalidArgument(f"the cache 'local' has no setting '{unknown[0]}'; it has 'size' and 'ttl'")
@@ -380,7 +397,7 @@ def _local(given: dict[str, str]) -> LocalStore:
             "Failed to initialize LocalCache: config didn't contain a valid 'size' (bytes; 'ttl', if given, is in "
             f"seconds, 0 for ever), got {given}"
         )
-    return LocalStore(size, ttl_s)
+    return LocalStore(size, ttl_s, tell=tell)
 
 
 def families(store: LocalStore) -> list[Family]:

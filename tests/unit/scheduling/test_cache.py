@@ -71,11 +71,19 @@ def test_the_least_used_goes_first() -> None:
 
 
 def test_what_does_not_fit_is_not_kept() -> None:
-    store = LocalStore(600)
+    told: list[str] = []
+    store = store_of((Setting("local", "size", "600"),), no_report, told.append)
+    assert store is not None
     store.insert(b"a", response(bytes(10)))
-    store.insert(b"b", response(bytes(100)))
+    assert not told
+    for _ in range(2):
+        store.insert(b"b", response(bytes(100)))
     assert store.lookup(b"a") is not None
     assert store.lookup(b"b") is None
+    assert told == [
+        "Failed to insert key [62] into response cache: a response of model 'm' takes 612 bytes, the cache has 600. "
+        "Responses that are too large are not told of again"
+    ]
 
 
 def test_replacing_gives_the_old_space_back() -> None:
