@@ -199,6 +199,24 @@ def test_version_policies(explicit, name, policy, served):
     client.unload(name)
 
 
+def test_a_load_is_logged_as_triton_does(explicit, client, name):
+    for version in (1, 2):
+        explicit.repository.doer(name, version=version, config="version_policy: { all: {} }")
+
+    def lines(about):
+        return [line.split("] ", 1)[1] for line in explicit.log.splitlines() if f"{about}" in line and name in line]
+
+    client.load(name)
+    assert lines("load") == [f'"loading: {name}:1"', f'"loading: {name}:2"', f"\"successfully loaded '{name}'\""]
+    explicit.repository.doer(name, config="version_policy: { specific: { versions: [ 7 ] } }")
+    assert "at least one version" in error_of(client.load, name)
+    none = f"at least one version must be available under the version policy of model '{name}'"
+    assert f"\"failed to load model '{name}': {none}\"" in lines("failed")
+    client.unload(name)
+    unloaded = [f"\"successfully unloaded '{name}' version {version}\"" for version in (1, 2)]
+    until(lambda: sorted(lines("successfully unloaded")) == unloaded, "both versions are unloaded")
+
+
 def override(**more):
     return json.dumps(
         {

@@ -500,6 +500,8 @@ class ModelManager:
         record.loading = None
         if isinstance(error, NaiadError):
             problem: NaiadError = load_failed(record.name, error.message)
+            if not versions:
+                self._log.error(f"failed to load model '{record.name}': {error.message}")
         else:
             problem = Internal(f"load failed for model '{record.name}': {error!r}. This is a bug.")
             self._log.exception(f"loading model '{record.name}' failed", error)
@@ -514,9 +516,7 @@ class ModelManager:
                 record.states[version] = ("UNAVAILABLE", "unloaded" if record.abandoned else reason)
             elif version in errors and version in in_place:
                 record.states[version] = ("READY", reason)
-        if not versions:
-            self._log.error(f"failed to load '{record.name}': {with_kind(problem)}")
-        else:
+        if versions:
             self._log.info(f"failed to load '{record.name}'")
 
     def _update_done(
