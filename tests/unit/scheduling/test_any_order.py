@@ -12,13 +12,14 @@ from naiad.config.model_config import InstanceGroup, ModelConfig, Resource
 from naiad.config.parse import parse_text
 from naiad.datatypes import DataType
 from naiad.errors import NaiadError
-from naiad.messages import InferRequest, InferResponse, ModelStatistics, SequenceControl, Tensor
+from naiad.messages import InferRequest, InferResponse, SequenceControl, Tensor
 from naiad.models.loader import queue_for
 from naiad.scheduling.cache import CachingScheduler, LocalStore
 from naiad.scheduling.dynamic import DynamicScheduler
 from naiad.scheduling.rate_limit import Claim, RateLimiter
 from naiad.scheduling.scheduler import Call
 from naiad.scheduling.sequence import SequenceScheduler
+from naiad.statistics import ModelStatistics
 
 SCHEDULING = {
     "plain": "",
