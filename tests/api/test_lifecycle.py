@@ -212,6 +212,8 @@ def test_a_load_is_logged_as_triton_does(explicit, client, name):
     assert "at least one version" in error_of(client.load, name)
     none = f"at least one version must be available under the version policy of model '{name}'"
     assert f"\"failed to load model '{name}': {none}\"" in lines("failed")
+    error_of(client.load, f"{name}_other")
+    assert f"\"failed to poll model '{name}_other': model not found in any model repository.\"" in lines("failed")
     client.unload(name)
     unloaded = [f"\"successfully unloaded '{name}' version {version}\"" for version in (1, 2)]
     until(lambda: sorted(lines("successfully unloaded")) == unloaded, "both versions are unloaded")

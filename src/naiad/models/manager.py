@@ -102,7 +102,7 @@ class ModelManager:
             for name in missing:
                 record = self.table.record(name)
                 record.error = Internal(f"failed to load '{name}', failed to poll from model repository")
-                self._log.error(f"{record.error.message}: there is no such model in the repositories")
+                self._log.error(f"failed to poll model '{name}': model not found in any model repository.")
             await self._want([name for name in names if name in snapshot.models], snapshot)
         else:
             await self._want(sorted(snapshot.models), snapshot)
@@ -220,8 +220,10 @@ class ModelManager:
         snapshot = await self._sources.scan([name])
         directory = snapshot.models.get(name)
         if directory is None:
-            if name in snapshot.duplicates:
-                self._log.error(f"failed to poll model '{name}': not unique across all model repositories")
+            why = "not unique across all model repositories"
+            if name not in snapshot.duplicates:
+                why = "model not found in any model repository."
+            self._log.error(f"failed to poll model '{name}': {why}")
             raise Internal(f"failed to load '{name}', failed to poll from model repository")
         record = self.table.record(name)
         kept = record.source
