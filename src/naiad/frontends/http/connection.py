@@ -117,6 +117,10 @@ class Exchange:
         """The peer's address and port, or "unix:"."""
         return self._connection.client
 
+    def require_client(self) -> None:
+        """Raises ConnectionClosed when the client has left: who has set `on_disconnect` is told, nobody else."""
+        self._connection.require_client()
+
     def response_empty(self, status: int, headers: Headers) -> None:
         self.response_bytes(status, headers, b"")
 
@@ -327,9 +331,12 @@ class Connection:
         if self._state is _State.HEAD:
             self._take_up()
 
-    async def drained(self) -> None:
+    def require_client(self) -> None:
         if self._transport is None:
             raise ConnectionClosed
+
+    async def drained(self) -> None:
+        self.require_client()
         if self._drain is not None:
             await self._drain
 

@@ -97,6 +97,7 @@ class Generation:
             request = await asyncio.to_thread(
                 decode_generate, body, model.config, version, forwarded, self._max_input_size
             )
+            exchange.require_client()
         if start_ns:
             request = self._traces.follow(request, "HTTP", start_ns, headers.get)
         responses = _Responses(keep_all=stream)

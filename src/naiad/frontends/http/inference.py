@@ -209,6 +209,7 @@ class Inference:
         try:
             start_ns = time.monotonic_ns() if self.traces.active else 0
             request, plan, use = await self._decode_slowly(exchange, model, version, body, json_size)
+            exchange.require_client()
             self._submit(exchange, self.engine.model(model.name, version), request, plan, use, start_ns)
         except NaiadError as error:
             reply_error(exchange, error, JSON)

@@ -171,6 +171,7 @@ class Streaming:
             return
         start_ns = time.monotonic_ns() if inference.traces.active else 0
         request, plan, use = await inference.read(exchange, model, version)
+        exchange.require_client()
         if exchange.headers.get("inference-header-content-length") == "0":
             # Bytes alone cannot say how they want to be answered.
             plan = ALL_JSON

@@ -343,6 +343,37 @@ class TestCancellation:
         writer.close()
         await asyncio.wait_for(call.cancelled.wait(), 10)
 
+    @pytest.mark.parametrize(
+        ("action", "module", "decode"),
+        [
+            ("infer", inference, "decode_request"),
+            ("infer_stream", inference, "decode_request"),
+            ("generate", generate, "decode_generate"),
+        ],
+    )
+    async def test_a_request_whose_client_leaves_while_it_is_read_is_not_run(
+        self, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, action: str, module: Any, decode: str
+    ) -> None:
+        decoded, begun, go_on = getattr(module, decode), threading.Event(), threading.Event()
+
+        def slow(*given: Any) -> Any:
+            begun.set()
+            assert go_on.wait(20)
+            return decoded(*given)
+
+        monkeypatch.setattr(module, decode, slow)
+        async with HttpFrontend(engine, address="127.0.0.1", port=0, grace_s=10) as front_end:
+            document = {"INPUT0": [1]} if action == "generate" else {"inputs": [ints("INPUT0", [1])]}
+            body = json.dumps(document).encode() + b" " * (1 << 20)
+            _, writer = await asyncio.open_connection("127.0.0.1", front_end.bound_port)
+            writer.write(request_bytes("POST", f"/v2/models/held/{action}", body, {}))
+            assert await asyncio.to_thread(begun.wait, 20)
+            writer.close()
+            await asyncio.wait_for(front_end._listener.connections.gone(), 20)
+            go_on.set()
+            await asyncio.wait_for(asyncio.gather(*front_end._tasks), 20)
+        assert engine.calls.empty()
+
     async def test_stream_that_is_left_cancels_its_call(self, client: Client, engine: FakeEngine) -> None:
         _, writer = await asyncio.open_connection("127.0.0.1", client.port)
         writer.write(request_bytes("POST", "/v2/models/held/generate_stream", b'{"INPUT0":[1]}', {}))
