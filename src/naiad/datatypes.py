@@ -20,7 +20,8 @@ Buffer = bytes | bytearray | memoryview
 class DataType(enum.Enum):
     """A tensor element type; total over Triton's types.
 
-    `number` is the value in model_config.proto, `byte_size` the size of an element (0 for BYTES).
+    `number` is the value in model_config.proto, `byte_size` the size of an element (0 for BYTES), `protocol_name` the
+    same as `name`, which Python looks up with code of its own.
     """
 
     BOOL = (1, np.bool_, 1)
@@ -41,11 +42,16 @@ class DataType(enum.Enum):
     number: int
     numpy: np.dtype[Any]
     byte_size: int
+    protocol_name: str
+
+    # The members are all there are; that of enumerations is Python code.
+    __hash__ = object.__hash__
 
     def __init__(self, number: int, numpy: Any, byte_size: int) -> None:
         self.number = number
         self.numpy = np.dtype(numpy)
         self.byte_size = byte_size
+        self.protocol_name = self._name_
 
     @property
     def config_name(self) -> str:
@@ -62,7 +68,9 @@ _BY_NUMPY: dict[np.dtype[Any], DataType] = {datatype.numpy: datatype for datatyp
 def from_numpy(dtype: npt.DTypeLike) -> DataType | None:
     """The data type of a numpy dtype; text and bytes dtypes are BYTES; None where Triton has no such type."""
     dtype = np.dtype(dtype)
-    if dtype.kind in "SUO":
+    if (datatype := _BY_NUMPY.get(dtype)) is not None:
+        return datatype
+    if dtype.kind in "SU":
         return DataType.BYTES
     return _BY_NUMPY.get(dtype.newbyteorder("="))
 

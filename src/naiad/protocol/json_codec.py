@@ -500,7 +500,7 @@ def encode_response(
                 tensor = classify(tensor, spec.classification, labels.get(tensor.name, []), batched)
             elif spec.region is not None:
                 regions[tensor.name](tensor.name, tensor.data)
-                outputs.append({"name": tensor.name, "datatype": tensor.datatype.name, "shape": tensor.shape})
+                outputs.append({"name": tensor.name, "datatype": tensor.datatype.protocol_name, "shape": tensor.shape})
                 continue
         if binary:
             data = tensor.data
@@ -509,7 +509,7 @@ def encode_response(
             outputs.append(
                 {
                     "name": tensor.name,
-                    "datatype": tensor.datatype.name,
+                    "datatype": tensor.datatype.protocol_name,
                     "shape": tensor.shape,
                     "parameters": {"binary_data_size": size},
                 }
@@ -518,7 +518,7 @@ def encode_response(
             outputs.append(
                 {
                     "name": tensor.name,
-                    "datatype": tensor.datatype.name,
+                    "datatype": tensor.datatype.protocol_name,
                     "shape": tensor.shape,
                     "data": json_data(tensor),
                 }

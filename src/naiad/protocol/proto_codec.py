@@ -436,7 +436,7 @@ def _model_head(name: str, version: int) -> bytes:
 
 
 def _output_head(name: str, datatype: DataType, shape: tuple[int, ...]) -> bytes:
-    output = pb.ModelInferResponse.InferOutputTensor(name=name, datatype=datatype.name, shape=shape)
+    output = pb.ModelInferResponse.InferOutputTensor(name=name, datatype=datatype.protocol_name, shape=shape)
     message = output.SerializeToString()
     head: bytes = _RESPONSE_OUTPUT_TAG + _varint(len(message)) + message
     if len(_OUTPUT_HEADS) >= _HEADS_LIMIT:
