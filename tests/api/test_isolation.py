@@ -364,3 +364,78 @@ def test_what_a_model_has_asked_for_goes_with_its_host(explicit, client, name, t
     assert busy.result(60) == f"{name}b 1"
     client.unload(f"{name}a")
     client.unload(f"{name}b")
+
+
+#: Asks `called` for many tensors at once, from threads and from coroutines, and counts the right answers.
+_MANY_CALLS = """
+import asyncio, threading
+
+def question(number):
+    values = np.full(1 + 997 * number, number, np.int32)
+    tensor = pb_utils.Tensor("IN", values)
+    return pb_utils.InferenceRequest(model_name="{called}", requested_output_names=["OUT"], inputs=[tensor]), values
+
+def right(response, values):
+    found = pb_utils.get_output_tensor_by_name(response, "OUT").as_numpy()
+    found += 1  # it is the model's own
+    return np.array_equal(found, values + 2)
+
+def ask(number):
+    for _ in range(5):
+        call, values = question(number)
+        counted.append(right(call.exec(), values))
+
+async def gather():
+    asked = [question(number) for number in range(40)]
+    answers = await asyncio.gather(*[call.async_exec() for call, _ in asked])
+    counted.extend(right(answer, values) for answer, (_, values) in zip(answers, asked))
+
+counted = []
+globals().update(locals())
+threads = [threading.Thread(target=ask, args=(number,)) for number in range(16)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+loop = asyncio.new_event_loop()
+loop.run_until_complete(gather())
+loop.close()
+result = (len(counted), all(counted), len(os.listdir("/proc/self/fd")) < 100)
+"""
+_PLUS_ONE = """
+import os, signal
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        arrays = [pb_utils.get_input_tensor_by_name(request, "IN").as_numpy() for request in requests]
+        if any(-1 in array for array in arrays):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("OUT", array + 1)]) for array in arrays]
+"""
+_PLUS_ONE_CONFIG = """
+backend: "python"
+input [ { name: "IN" data_type: TYPE_INT32 dims: [ -1 ] } ]
+output [ { name: "OUT" data_type: TYPE_INT32 dims: [ -1 ] } ]
+instance_group [ { count: 2 kind: KIND_CPU } ]
+"""
+_CALL_THAT_KILLS = """
+tensor = pb_utils.Tensor("IN", np.array([-1], np.int32))
+call = pb_utils.InferenceRequest(model_name="{called}", requested_output_names=["OUT"], inputs=[tensor])
+result = call.exec().error().message()
+"""
+
+
+def test_many_calls_at_once_get_their_own_answers_and_survive_the_death_of_the_called(explicit, client, name):
+    called = f"{name}_called"
+    folder = explicit.repository.path / called / "1"
+    folder.mkdir(parents=True)
+    (folder / "model.py").write_text(_PLUS_ONE)
+    (folder.parent / "config.pbtxt").write_text(_PLUS_ONE_CONFIG)
+    explicit.repository.doer(name)
+    client.load(called)
+    client.load(name)
+    for _ in range(2):
+        assert client.do(name, _MANY_CALLS.format(called=called)) == "(120, True, True)"
+        assert "was killed by signal 9" in client.do(name, _CALL_THAT_KILLS.format(called=called))
+    client.unload(name)
+    client.unload(called)

@@ -58,6 +58,7 @@ def test_tensors_arrive_as_they_were_sent(services: FakeServices, array: np.ndar
     assert tensor._array.dtype == array.dtype
     assert tensor._array.shape == array.shape
     assert tensor._array.tolist() == array.tolist()
+    assert tensor._array.flags.writeable
     assert pb_utils.get_output_tensor_by_name(answer, "X") is tensor
     assert pb_utils.get_output_tensor_by_name(answer, "Z") is None
 
