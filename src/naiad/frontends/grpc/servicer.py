@@ -167,7 +167,7 @@ class Servicer:
             request = self._traces.follow(request, "GRPC", start_ns, partial(_header, metadata))
         sink.expect(model, reply)
         infer = self._engine.infer
-        return infer(request, sink) if reply.use is None else reply.use.during(infer, request, sink)
+        return infer(request, sink, model) if reply.use is None else reply.use.during(infer, request, sink, model)
 
     def _forwarded(self, request: InferRequest, metadata: Metadata, pattern: re.Pattern[str]) -> InferRequest:
         parameters: dict[str, ParameterValue] = {
