@@ -116,6 +116,7 @@ class NativeServer:
             except RuntimeError:
                 front.close()  # the loop is closed: nobody will answer
                 return
+            del events  # or the messages of the last calls would stay until the next one
 
     def _on_events(self, events: list[Any]) -> None:
         calls = self._calls

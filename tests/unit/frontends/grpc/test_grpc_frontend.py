@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import threading
 import weakref
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -23,8 +24,10 @@ from naiad.errors import Cancelled, Internal
 from naiad.frontends.grpc import servicer as servicer_module
 from naiad.frontends.grpc import stream as stream_module
 from naiad.frontends.grpc.errors import SHUTTING_DOWN
+from naiad.frontends.grpc.native import NativeServer
 from naiad.frontends.grpc.options import GrpcOptions
 from naiad.frontends.grpc.server import GrpcFrontend
+from naiad.frontends.grpc.servicer import Servicer
 from naiad.messages import Tensor
 from naiad.options import Restriction
 from naiad.protocol.regions import Regions
@@ -116,6 +119,34 @@ async def test_a_call_and_its_message_are_freed_with_the_answer_not_by_the_garba
             assert not alive
         finally:
             gc.enable()
+
+
+async def test_while_it_waits_for_calls_the_native_server_keeps_none() -> None:
+    class Events(list[Any]):
+        pass
+
+    loop = asyncio.get_running_loop()
+    kept: list[Events | None] = []
+
+    class Front:
+        last: weakref.ref[Events] | None = None
+
+        def recv_batch_details(self, count: int) -> Events | None:
+            if self.last is None:
+                events = Events()
+                self.last = weakref.ref(events)
+                return events
+            is_seen = threading.Event()
+            loop.call_soon_threadsafe(is_seen.set)
+            is_seen.wait()
+            kept.append(self.last())
+            return None
+
+    server = NativeServer(Servicer(FakeEngine(), Regions()), GrpcOptions(address="127.0.0.1", port=0))
+    server._front = Front()  # type: ignore[assignment]
+    server._loop = loop
+    await asyncio.to_thread(server._wait_for_events)
+    assert kept == [None]
 
 
 @pytest.mark.parametrize(
