@@ -20,7 +20,7 @@ and then in `finish`, or in the answer of `cancel`, `expired`, `lose` or `drain`
 """
 
 import heapq
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -47,6 +47,7 @@ class Sequence:
         "expires_ns",
         "instance",
         "key",
+        "number",
         "offered",
         "running",
         "shapes",
@@ -55,8 +56,10 @@ class Sequence:
         "waiting",
     )
 
-    def __init__(self, key: Key) -> None:
+    def __init__(self, key: Key, number: int) -> None:
         self.key = key
+        #: No other sequence of the model has it.
+        self.number = number
         self.waiting: deque[Step] = deque()
         self.running: Step | None = None
         #: Takes no more requests: it goes when those it has are answered.
@@ -166,8 +169,10 @@ class Slots:
         self._queues: dict[int, RequestQueue] = {}
         #: Those that take more requests, by correlation id.
         self._open: dict[Key, Sequence] = {}
-        self._backlog: deque[Sequence] = deque()
-        self._next_expiry_ns = _NEVER
+        self._backlog: OrderedDict[int, Sequence] = OrderedDict()
+        self._begun = 0
+        #: A heap of (time, number): when a sequence of the backlog is refused, or would have been one that has left it.
+        self._expiries: list[tuple[int, int]] = []
         #: Sequences that rest and when they are evicted: first in, first due.
         self._resting: dict[Sequence, int] = {}
         #: Steps waiting: of sequences with a slot, and in the backlog.
@@ -191,7 +196,7 @@ class Slots:
     @property
     def next_wake_ns(self) -> int | None:
         """When `expired` and `idle` should be asked next, at the latest."""
-        wake_ns = self._next_expiry_ns
+        wake_ns = self._expiries[0][0] if self._expiries else _NEVER
         for due_ns in self._resting.values():
             wake_ns = min(wake_ns, due_ns)
             break
@@ -201,7 +206,7 @@ class Slots:
         """All that have begun and not gone."""
         for slots in self._slots.values():
             yield from (sequence for sequence in slots if sequence is not None)
-        yield from self._backlog
+        yield from self._backlog.values()
 
     # ---- requests ---------------------------------------------------------------------------------------
 
@@ -219,8 +224,8 @@ class Slots:
                     f"inference request for sequence {key} to model '{self._model_name}' must specify the START flag "
                     "on the first request of the sequence"
                 )
-            sequence = self._open[key] = Sequence(key)
-            self._backlog.append(sequence)
+            self._begun += 1
+            sequence = self._open[key] = self._backlog[self._begun] = Sequence(key, self._begun)
         step.sequence = sequence
         sequence.waiting.append(step)
         if sequence.instance < 0:
@@ -234,10 +239,20 @@ class Slots:
             del self._open[key]
         self._fill(now_ns)
         if sequence.instance < 0 and timeout_us:
-            expires_ns = now_ns + timeout_us * 1000
-            sequence.expires_ns = min(sequence.expires_ns or _NEVER, expires_ns)
-            self._next_expiry_ns = min(self._next_expiry_ns, expires_ns)
+            self._expire_at(sequence, now_ns + timeout_us * 1000)
         return conflict
+
+    def _expire_at(self, sequence: Sequence, expires_ns: int) -> None:
+        if sequence.expires_ns and sequence.expires_ns <= expires_ns:
+            return
+        sequence.expires_ns = expires_ns
+        if len(self._expiries) > 2 * len(self._backlog) + 64:
+            # Most are of sequences that have left.
+            waiting = self._backlog.values()
+            self._expiries = [(other.expires_ns, other.number) for other in waiting if other.expires_ns]
+            heapq.heapify(self._expiries)
+        else:
+            heapq.heappush(self._expiries, (expires_ns, sequence.number))
 
     def take(self, instance: int, now_ns: int) -> Round | WaitUntil | None:
         """What the idle instance should do; None: nothing."""
@@ -315,7 +330,7 @@ class Slots:
         if step not in sequence.waiting:
             return []
         if sequence.instance < 0:
-            self._backlog.remove(sequence)
+            del self._backlog[sequence.number]
             return self._cut(sequence)
         before: list[Step] = []
         while sequence.waiting[0] is not step:
@@ -332,18 +347,13 @@ class Slots:
 
     def expired(self, now_ns: int) -> list[Step]:
         """Takes out the steps of sequences that have waited too long in the backlog."""
-        if now_ns < self._next_expiry_ns:
-            return []
-        self._next_expiry_ns = _NEVER
         steps: list[Step] = []
-        kept: deque[Sequence] = deque()
-        for sequence in self._backlog:
-            if sequence.expires_ns and sequence.expires_ns <= now_ns:
+        while self._expiries and self._expiries[0][0] <= now_ns:
+            number = heapq.heappop(self._expiries)[1]
+            sequence = self._backlog.get(number)
+            if sequence is not None and 0 < sequence.expires_ns <= now_ns:
+                del self._backlog[number]
                 steps += self._cut(sequence)
-            else:
-                kept.append(sequence)
-                self._next_expiry_ns = min(self._next_expiry_ns, sequence.expires_ns or _NEVER)
-        self._backlog = kept
         return steps
 
     def idle(self, now_ns: int) -> list[Sequence]:
@@ -412,7 +422,9 @@ class Slots:
                 self.waiting_in_backlog += len(sequence.waiting)
                 fresh.append(sequence)
         fresh.sort(key=lambda sequence: sequence.waiting[0].queued_ns)
-        self._backlog.extendleft(reversed(fresh))
+        for sequence in reversed(fresh):
+            self._backlog[sequence.number] = sequence
+            self._backlog.move_to_end(sequence.number, last=False)
         self._remove_if_done(instance)
         self._fill(now_ns)
         return ended, steps
@@ -433,6 +445,7 @@ class Slots:
             if sequence.instance >= 0:
                 self._advance(sequence, 0, refill=False)
         self._backlog.clear()
+        self._expiries.clear()
         return steps
 
     # ---- inside -----------------------------------------------------------------------------------------
@@ -495,7 +508,7 @@ class Slots:
     def _fill(self, now_ns: int) -> None:
         """Gives free slots to the backlog."""
         while self._backlog and self._free:
-            sequence = self._backlog.popleft()
+            sequence = self._backlog.popitem(last=False)[1]
             slot, instance = heapq.heappop(self._free)
             self._slots[instance][slot] = sequence
             sequence.instance, sequence.slot = instance, slot

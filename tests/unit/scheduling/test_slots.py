@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -240,6 +240,56 @@ def test_a_timeout_does_not_matter_once_there_is_a_slot(strategy):
     slots.finish(a, 1)
     assert slots.expired(5000) == []
     assert taken(slots) == [b]
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("begin"), st.integers(0, 50)),
+            st.tuples(st.just("again"), st.integers(0, 200), st.integers(0, 50)),
+            st.tuples(st.just("cancel"), st.integers(0, 200)),
+            st.tuples(st.just("pass"), st.integers(0, 20)),
+        ),
+        max_size=80,
+    )
+)
+def test_whose_time_in_the_backlog_is_up_is_refused_whatever_the_others_have(actions):
+    slots = slots_of(width=1)
+    give(slots, "runs", start=True)
+    waiting, due, now = {}, {}, 0
+
+    def put(key, timeout_us, start):
+        waiting.setdefault(key, []).append(give(slots, key, start=start, now=now, timeout_us=timeout_us))
+        if timeout_us:
+            due[key] = min(due.get(key, now + timeout_us * 1000), now + timeout_us * 1000)
+
+    for number, (action, *more) in enumerate(actions):
+        keys = list(waiting)
+        if action == "begin":
+            put(number, more[0], True)
+        elif action == "again" and keys:
+            put(keys[more[0] % len(keys)], more[1], False)
+        elif action == "cancel" and keys:
+            key = keys[more[0] % len(keys)]
+            assert slots.cancel(waiting[key][0], now) == waiting.pop(key)
+            due.pop(key, None)
+        elif action == "pass":
+            now += more[0] * 1000
+            gone = [key for key, time in due.items() if time <= now]
+            assert set(slots.expired(now)) == {step for key in gone for step in waiting.pop(key)}
+            for key in gone:
+                del due[key]
+        assert slots.waiting_in_backlog == sum(map(len, waiting.values()))
+        if due:
+            assert slots.next_wake_ns <= min(due.values())
+
+
+def test_sequences_that_have_left_the_backlog_are_not_kept_for_their_timeouts():
+    slots = slots_of(width=1)
+    give(slots, "runs", start=True)
+    for number in range(1000):
+        slots.cancel(give(slots, number, start=True, timeout_us=10**9), 0)
+    assert len(slots._expiries) < 100
 
 
 @BOTH
