@@ -180,7 +180,8 @@ class RequestBackend(_Backend):
     def __init__(self, model: ModelContext, instance: InstanceContext) -> None:
         """Loads the model; raises with the reason if it cannot be loaded."""
 
-    def execute(self, requests: Sequence[BackendRequest]) -> None:
-        """Runs one batch. A model with a decoupled transaction policy may answer after it has returned; all
-        others answer each request exactly once before. An exception fails the requests not yet answered."""
+    def execute(self, requests: Sequence[BackendRequest]) -> "Sequence[BackendResponse | NaiadError] | None":
+        """Runs one batch. A model with a decoupled transaction policy may answer after it has returned; all others
+        answer each request exactly once before, or return the answers of all. An exception fails the requests not yet
+        answered."""
         raise NotImplementedError  # pragma: no cover - the contract

@@ -150,6 +150,27 @@ class _Packed:
         return (array if array.dtype is dtype else array.astype(dtype, copy=False)).tobytes()
 
 
+class _Column:
+    """An output of all requests of a batch, which is placed as one: rows behind rows, of equal shape."""
+
+    __slots__ = ("_arrays", "byte_size", "datatype", "name", "shape", "shapes", "sizes")
+
+    def __init__(self, name: str, datatype: DataType, shape: Shape, arrays: Sequence[Array]) -> None:
+        self.name = name
+        self.datatype = datatype
+        self.shape = shape
+        self.shapes: list[Shape] | None = None
+        self.sizes: list[int] | None = None
+        self.byte_size = prod(shape) * datatype.byte_size
+        self._arrays = arrays
+
+    def write(self, data: memoryview, offset: int) -> None:
+        np.concatenate(self._arrays, out=np.ndarray(self.shape, self.datatype.numpy, data, offset))
+
+    def bytes(self) -> bytes:
+        return np.concatenate(self._arrays, dtype=self.datatype.numpy).tobytes()
+
+
 class _Outputs:
     """Places outputs: in the arena while its batch runs, else in the frame or in a one-shot."""
 
@@ -165,7 +186,7 @@ class _Outputs:
         """A new batch: the server has read what lies in the arena."""
         self._at = 0
 
-    def place(self, packed: Sequence[_Packed], in_arena: bool) -> tuple[list[Output], OneShot | None]:
+    def place(self, packed: Sequence[_Packed | _Column], in_arena: bool) -> tuple[list[Output], OneShot | None]:
         """Raises ResourceExhausted."""
         total = 0
         for output in packed:
@@ -494,8 +515,9 @@ class RequestExecution:
 
     def execute(self, frame: Execute, data: memoryview, received_ns: int) -> None:
         """Runs a batch and sends what is answered until it returns, whatever happens."""
-        inputs_ns = 0
+        inputs_ns = computed_ns = 0
         problem: Failure | None = None
+        columns: list[Output] | None = None
         requests: list[HostRequest] = []
         in_use: weakref.ref[Array] | None = None
         if not frame.one_shot and _extent(frame.inputs) > _COPIED:
@@ -513,10 +535,13 @@ class RequestExecution:
             if self._left:
                 self._cancel_left(requests)
             inputs_ns = monotonic_ns()
-            self.backend.execute(requests)
+            results = self.backend.execute(requests)
+            computed_ns = monotonic_ns()
+            if results is not None:
+                columns = self._answer_all(requests, frame.rows, results)
         except BaseException as error:
             problem = failure(error)
-        computed_ns = monotonic_ns()
+        computed_ns = computed_ns or monotonic_ns()
         with self._lock:
             self._executing = 0
             collected, self._collected = self._collected, []
@@ -535,7 +560,62 @@ class RequestExecution:
             del data
             keeps_inputs = in_use is not None and in_use() is not None
             times = (received_ns, inputs_ns or computed_ns, computed_ns, monotonic_ns())
-            self._link.send(Results(frame.batch, None, collected, problem, times, 0, keeps_inputs), None)
+            self._link.send(Results(frame.batch, columns, collected, problem, times, 0, keeps_inputs), None)
+
+    def _answer_all(
+        self, requests: Sequence[HostRequest], rows: Sequence[int], results: Sequence[BackendResponse | NaiadError]
+    ) -> list[Output] | None:
+        """Answers all requests with what their model has returned: in columns if it can be, which are the result."""
+        columns = self._columns(rows, results)
+        if columns is not None:
+            placed, _ = self._outputs.place(columns, in_arena=True)
+            for request in requests:
+                request.answered = True
+                # The arrays need not live as long as the model keeps the request.
+                request.inputs = {}
+            return placed
+        for request, result in zip(requests, results, strict=True):
+            try:
+                self.answer(request, result, True)
+            except NaiadError as error:
+                self.answer(request, error, True)
+        return None
+
+    def _columns(self, rows: Sequence[int], results: Sequence[BackendResponse | NaiadError]) -> list[_Column] | None:
+        """The outputs as columns, where each request has got its rows of the same outputs and nothing else."""
+        first = results[0]
+        if not isinstance(first, BackendResponse) or not first.outputs:
+            return None
+        names = list(first.outputs)
+        for result in results:
+            if not isinstance(result, BackendResponse) or result.parameters or list(result.outputs) != names:
+                return None
+        columns: list[_Column] = []
+        byte_size = 0
+        for name, head in first.outputs.items():
+            spec = self._signature.outputs.get(name)
+            if spec is None or spec.reshape is not None or not isinstance(head, np.ndarray) or not head.ndim:
+                return None
+            dtype, shape = head.dtype, head.shape
+            datatype = datatypes.from_numpy(dtype)
+            if datatype is None or datatype is DataType.BYTES:
+                return None
+            arrays: list[Array] = [head]
+            if len(results) > 1:
+                rest = shape[1:]
+                # The errors have been sorted out.
+                arrays = [result.outputs[name] for result in results]  # type: ignore[union-attr]
+                for array, row_count in zip(arrays, rows, strict=True):
+                    if not isinstance(array, np.ndarray) or array.dtype != dtype:
+                        return None
+                    if array.shape[:1] != (row_count,) or array.shape[1:] != rest:
+                        return None
+                shape = (sum(rows), *rest)
+            column = _Column(name, datatype, shape, arrays)
+            byte_size += arena.aligned(column.byte_size)
+            columns.append(column)
+        # What the arena does not hold goes in parts.
+        return columns if byte_size <= len(self._link.outputs) else None
 
     def cancel(self, batch: int, index: int) -> None:
         """From the control thread, which may hear of it before the instance's thread has the batch."""

@@ -282,13 +282,15 @@ class _Run:
     def abort(self, error: NaiadError | None) -> None:
         """Ends the call before its time: with a step's error, or because the client has left."""
         self._ended = True
-        gates = self._scheduler.gates
-        for sink, running in list(self._running.items()):
+        steps, self._running = self._running, {}
+        if gates := self._scheduler.gates:
+            # Before any place becomes free: none is to be given to a step of this call.
+            for sink, running in steps.items():
+                if running is None:
+                    gates[sink.member].forget(sink)
+        for running in steps.values():
             if running is not None:
                 running.cancel()
-            elif gates:
-                gates[sink.member].forget(sink)
-        self._running.clear()
         try:
             if error is None:
                 self._call.fail_cancelled()

@@ -9,7 +9,7 @@ import pytest
 from naiad.config.model_config import ModelConfig
 from naiad.config.parse import parse_text
 from naiad.datatypes import DataType
-from naiad.errors import InvalidArgument, NaiadError, NotFound
+from naiad.errors import Cancelled, Internal, InvalidArgument, NaiadError, NotFound
 from naiad.messages import InferRequest, InferResponse, ResponseSink, Result, Tensor
 from naiad.scheduling.ensemble import EnsembleScheduler, _Scope, fitted, members_of
 from naiad.scheduling.scheduler import Call
@@ -420,3 +420,20 @@ async def test_who_has_waited_too_long_goes_on(monkeypatch: pytest.MonkeyPatch) 
     bench.calls[1].answer(Y=1)
     bench.calls[2].answer(Y=2)
     assert bench.sink.values() == [{"O": 1}, {"O": 2}]
+
+
+async def test_what_ends_early_lets_none_of_its_own_steps_in() -> None:
+    bench = limited(1)
+    bench.submit(I=0)
+    (stream,) = bench.calls
+    for value in range(3):
+        stream.answer(final=False, S=value)
+    first = bench.calls[1]
+    # One that has not begun ends as soon as it is cancelled.
+    first.cancel = lambda: first.sink.send(Cancelled(""), True)  # type: ignore[method-assign]
+    stream.sink.send(Internal("no more"), True)
+    assert bench.running() == ["stream", "neg"]
+    ((result, final),) = bench.sink.results
+    assert isinstance(result, Internal)
+    assert final
+    assert bench.lease.released == 1

@@ -94,9 +94,10 @@ class PythonBackend(RequestBackend):
             raise Internal(exception_text(error)) from error
         self._instance.is_serving = True
 
-    def execute(self, requests: Sequence[BackendRequest]) -> None:
+    def execute(self, requests: Sequence[BackendRequest]) -> list[BackendResponse | NaiadError] | None:
         current.enter(self._instance)
         received = [ReceivedRequest(request, self._is_decoupled) for request in requests]
+        is_first = True
         while received:
             try:
                 responses = self._run(received)
@@ -104,7 +105,11 @@ class PythonBackend(RequestBackend):
                 end_fork(self._host, error)
                 # Answered here, since responses may be out already; raised, so that the execution counts as failed.
                 raise self._fail(received, error) from error
+            if is_first and (results := _results(received, responses)) is not None:
+                return results
+            is_first = False
             received = self._answer(received, responses)
+        return None
 
     @property
     def checks_readiness(self) -> bool:
@@ -283,6 +288,18 @@ async def _cancel(tasks: "set[asyncio.Task[Any]]") -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _results(
+    received: Sequence[ReceivedRequest], responses: Sequence[InferenceResponse | None]
+) -> list[BackendResponse | NaiadError] | None:
+    """The answers of all requests, if the model has returned one for each and nobody has a sender."""
+    results: list[BackendResponse | NaiadError] = []
+    for request, response in zip(received, responses, strict=True):
+        if response is None or request._sender is not None:
+            return None
+        results.append(_result(response, request._source))
+    return results
 
 
 def _result(response: InferenceResponse, source: BackendRequest) -> BackendResponse | NaiadError:

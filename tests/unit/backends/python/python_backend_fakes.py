@@ -102,11 +102,13 @@ def load(path: Path, services: FakeServices | None = None, **config: Any) -> Pyt
 
 
 class _Hosted(PythonBackend):
-    """Takes an execution that failed as a host does: every request must have been answered."""
+    """Takes what comes of an execution as a host does: returned answers, or a failure after which all are answered."""
 
     def execute(self, requests: Sequence[Any]) -> None:
         with suppress(NaiadError):
-            super().execute(requests)
+            results = super().execute(requests)
+            for request, result in zip(requests, results or (), strict=results is not None):
+                request.send(result, True)
             return
         assert all(request.sent for request in requests), "an execution failed and left requests unanswered"
 

@@ -182,10 +182,13 @@ def test_a_failure_answers_the_whole_batch_and_the_model_goes_on(tmp_path: Path)
 
 
 def test_a_result_that_cannot_be_sent_becomes_the_reason(tmp_path: Path) -> None:
-    request = FakeRequest(("Y",), X=[1])
+    request, unanswered = FakeRequest(("Y",), X=[1]), FakeRequest(("Y",), X=[1])
     request.refusal = ResourceExhausted("too much")
-    load(write(tmp_path, ECHO)).execute([request])
+    load(write(tmp_path, ECHO.replace("for r in requests]", "for r in requests[:1]] + [None]"))).execute(
+        [request, unanswered]
+    )
     assert isinstance(request.answer, ResourceExhausted)
+    assert "returned no response" in unanswered.error
 
 
 def test_a_model_without_execute_loads_and_says_so_when_asked(tmp_path: Path) -> None:
