@@ -56,7 +56,7 @@ from naiad.instances import arena, layout  # noqa: E402
 from naiad.instances.channel import BlockingChannel, FrameReader, encode  # noqa: E402
 from naiad.instances.delivery import Batches  # noqa: E402
 from naiad.instances.execution import Signature, execution  # noqa: E402
-from naiad.instances.frames import Execute, Output, Response, Results, VersionSpec  # noqa: E402
+from naiad.instances.frames import Execute, Output, Results, VersionSpec  # noqa: E402
 from naiad.instances.host import SocketLink, model_context  # noqa: E402
 from naiad.instances.instance import ComputeTimes  # noqa: E402
 from naiad.instances.process import Tenant  # noqa: E402
@@ -278,11 +278,8 @@ class _Execution:
 
 def _results() -> Results:
     """What a host that runs the Python backend answers to a batch of `BATCH`."""
-    responses = [
-        Response(index, [Output("OUTPUT0", DataType.FP32.number, (1, 16), 64 * index, 64, None, None)], {}, None, True)
-        for index in range(BATCH)
-    ]
-    return Results(0, None, responses, None, (0, 0, 0, 0), 0)
+    outputs = [Output("OUTPUT0", DataType.FP32.number, (BATCH, 16), 0, 64 * BATCH, None, None)]
+    return Results(0, outputs, [], None, (0, 0, 0, 0), 0)
 
 
 @scenario("batch laid out, sent, its results delivered", requests=BATCH, runs=12)
