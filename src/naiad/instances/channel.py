@@ -175,13 +175,14 @@ class BlockingChannel(Generic[T]):
                 self._frame = bytearray(_HEADER.size)
 
     def receive(self) -> tuple[T, list[int]] | None:
-        """The next message and its descriptors; None when the peer has ended."""
+        """The next message and its descriptors; None when the peer has ended, or somebody has closed or replaced the
+        descriptor, as model code can."""
         while (frame := self._reader.next()) is None:
             self._wait()
             try:
                 if not self._reader.receive(self.sock):
                     return None
-            except ConnectionError:
+            except OSError:
                 return None
         return frame
 
