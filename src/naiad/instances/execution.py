@@ -566,7 +566,11 @@ class RequestExecution:
         self, requests: Sequence[HostRequest], rows: Sequence[int], results: Sequence[BackendResponse | NaiadError]
     ) -> list[Output] | None:
         """Answers all requests with what their model has returned: in columns if it can be, which are the result."""
-        columns = self._columns(rows, results)
+        if len(results) != len(requests):
+            raise Internal(
+                f"model '{self._signature.model}' returned {len(results)} answers to a batch of {len(requests)} requests"
+            )
+        columns = None if self._signature.decoupled else self._columns(rows, results)
         if columns is not None:
             placed, _ = self._outputs.place(columns, in_arena=True)
             for request in requests:

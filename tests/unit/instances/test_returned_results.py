@@ -34,7 +34,7 @@ CONFIG = {
 
 
 class Model(RequestBackend):
-    def __init__(self, results: list[Result], returns: bool) -> None:
+    def __init__(self, results: list[Result], returns: bool = True) -> None:
         self.results = results
         self.returns = returns
 
@@ -82,21 +82,32 @@ class Execution:
         self.completed.append(succeeded)
 
 
-def run(results: list[Result], rows: list[int], returns: bool, arena_size: int = 1 << 16) -> tuple[Execution, Results]:
-    batch = Execution(rows)
-    link = Link(arena_size)
-    target = RequestExecution(Model(results, returns), Signature("m", "m_0", CONFIG), link, 1 << 20)
-    batches = Batches("m", 1, decoupled=False)
-    number = batches.begin(batch)  # type: ignore[arg-type]
-    laid_out = layout.lay_out(batch.requests)
-    inputs = memoryview(bytearray(1 << 12))
-    laid_out.write(inputs)
-    target.execute(Execute(number, laid_out.inputs, rows, (), None, 0), inputs, 0)
-    for frame, region in link.sent:
-        batches.deliver(frame, region)
-    assert batch.completed == [True]
-    assert not batches
-    return batch, link.sent[-1][0]
+class Run:
+    """A batch of a model that returns these results, or sends them, up to what its clients get."""
+
+    def __init__(
+        self,
+        results: list[Result],
+        rows: list[int],
+        returns: bool = True,
+        arena: int = 1 << 16,
+        decoupled: bool = False,
+    ) -> None:
+        self.batch = Execution(rows)
+        self.batches = Batches("m", 1, decoupled)
+        link = Link(arena)
+        config = {**CONFIG, "model_transaction_policy": {"decoupled": decoupled}}
+        self.target = RequestExecution(Model(results, returns), Signature("m", "m_0", config), link, 1 << 20)
+        number = self.batches.begin(self.batch)  # type: ignore[arg-type]
+        laid_out = layout.lay_out(self.batch.requests)
+        inputs = memoryview(bytearray(1 << 12))
+        laid_out.write(inputs)
+        self.target.execute(Execute(number, laid_out.inputs, rows, (), None, 0), inputs, 0)
+        for frame, region in link.sent:
+            self.batches.deliver(frame, region)
+        assert not self.batches
+        self.frame = link.sent[-1][0]
+        self.got = self.batch.got
 
 
 def f4(*shape: int, start: int = 0) -> np.ndarray[Any, Any]:
@@ -145,20 +156,32 @@ ONE_BY_ONE = {
     ids=[*IN_COLUMNS, *ONE_BY_ONE],
 )
 def test_what_is_returned_arrives_as_if_it_were_sent(results: list[Result], rows: list[int], in_columns: bool) -> None:
-    returned, frame = run(results, rows, returns=True)
-    sent, _ = run(results, rows, returns=False)
-    assert returned.got == sent.got
+    returned = Run(results, rows)
+    assert returned.got == Run(results, rows, returns=False).got
     assert None not in returned.got
-    assert (frame.outputs is not None) == in_columns
-    assert bool(frame.responses) != in_columns
+    assert returned.batch.completed == [True]
+    assert (returned.frame.outputs is not None) == in_columns
+    assert bool(returned.frame.responses) != in_columns
 
 
 def test_what_the_arena_does_not_hold_goes_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(executions, "INLINE_LIMIT", 100)
     results: list[Result] = [answer(A=f4(1, 100, start=i)) for i in range(6)]
-    returned, frame = run(results, [1] * 6, returns=True, arena_size=1024)
-    assert frame.outputs is None
-    assert returned.got == run(results, [1] * 6, returns=False)[0].got
+    returned = Run(results, [1] * 6, arena=1024)
+    assert returned.frame.outputs is None
+    assert returned.got == Run(results, [1] * 6, returns=False).got
+
+
+def test_too_few_answers_are_an_error_of_all() -> None:
+    run = Run([answer(A=f4(1, 1))], [1, 1])
+    assert run.got == [(Internal, "model 'm' returned 1 answers to a batch of 2 requests")] * 2
+    assert run.batch.completed == [False]
+
+
+def test_a_decoupled_model_may_return_its_answers_too() -> None:
+    run = Run([answer(A=f4(1, 1)), answer(A=f4(1, 1, start=1))], [1, 1], decoupled=True)
+    assert [got[0][0][3] for got in run.got] == [f4(1).tobytes(), f4(1, start=1).tobytes()]
+    assert not run.target._open
 
 
 def test_arrays_of_inputs_are_let_go_when_all_is_answered() -> None:
