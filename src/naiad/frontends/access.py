@@ -131,10 +131,12 @@ class _Access:
                 self._bytes_out += _size(tensor.data)
         elif result is not None:
             self._status = result.triton_code
-        self._sink.send(result, final)
-        if final:
-            self._sent_ns = time.monotonic_ns()
-            self._engine.ended(self)
+        try:
+            self._sink.send(result, final)
+        finally:
+            if final:
+                self._sent_ns = time.monotonic_ns()
+                self._engine.ended(self)
 
     def refuse(self, error: NaiadError) -> None:
         self._status = error.triton_code
