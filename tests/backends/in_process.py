@@ -98,7 +98,8 @@ class Loaded:
         if isinstance(self._backend, ArrayBackend):
             return self._backend.run(inputs, outputs)
         request = FakeRequest(inputs, outputs)
-        self._backend.execute([request])
+        for result in self._backend.execute([request]) or ():
+            request.send(result, True)
         assert request.final, "not answered"
         (result,) = request.results
         if isinstance(result, NaiadError):
