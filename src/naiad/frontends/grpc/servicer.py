@@ -7,7 +7,7 @@ are `NaiadError`s. Lives on the event loop.
 import os
 import re
 import time
-from asyncio import sleep
+from asyncio import ensure_future, sleep, wait
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -397,11 +397,14 @@ class Method:
             except Exception as error:  # protobuf's DecodeError, whose class differs between its implementations
                 name = self._request_type.DESCRIPTOR.name
                 raise InvalidArgument(f"the request is not a valid {name}: {error}") from error
-        try:
+        if self._delay_s:
+            # Not in a `finally`: compiled, the error of one call came out of the next.
+            answered = ensure_future(self._act(request, peer))
+            await wait([answered])
+            await sleep(self._delay_s)
+            response = await answered
+        else:
             response = await self._act(request, peer)
-        finally:
-            if self._delay_s:
-                await sleep(self._delay_s)
         return response if isinstance(response, bytes) else bytes(response.SerializeToString())
 
 
