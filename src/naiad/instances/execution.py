@@ -539,6 +539,8 @@ class RequestExecution:
             computed_ns = monotonic_ns()
             if results is not None:
                 columns = self._answer_all(requests, frame.rows, results)
+                # They may be arrays of the inputs, which this is not to keep.
+                del results
         except BaseException as error:
             problem = failure(error)
         computed_ns = computed_ns or monotonic_ns()

@@ -17,7 +17,7 @@ from naiad.instances import layout
 from naiad.instances.channel import encode
 from naiad.instances.delivery import Batches
 from naiad.instances.execution import OneShot, RequestExecution, Signature
-from naiad.instances.frames import Execute, Results
+from naiad.instances.frames import Execute, Input, Results
 from naiad.messages import InferRequest, InferResponse, Tensor
 
 Result = BackendResponse | NaiadError
@@ -182,6 +182,29 @@ def test_a_decoupled_model_may_return_its_answers_too() -> None:
     run = Run([answer(A=f4(1, 1)), answer(A=f4(1, 1, start=1))], [1, 1], decoupled=True)
     assert [got[0][0][3] for got in run.got] == [f4(1).tobytes(), f4(1, start=1).tobytes()]
     assert not run.target._open
+
+
+@pytest.mark.parametrize("returns", [True, False])
+@pytest.mark.parametrize("results_fit", [True, False], ids=["in columns", "one by one"])
+def test_inputs_that_are_answered_as_they_are_do_not_count_as_kept(returns: bool, results_fit: bool) -> None:
+    def execute(requests: Sequence[BackendRequest]) -> list[Result] | None:
+        parameters = {} if results_fit else {"p": 1}
+        results: list[Result] = [BackendResponse({"A": request.inputs["I"]}, parameters) for request in requests]
+        if returns:
+            return results
+        for request, result in zip(requests, results, strict=True):
+            request.send(result, True)
+        return None
+
+    width = executions._COPIED // 4
+    data = memoryview(bytearray(f4(2, width).tobytes()))
+    frame = Execute(1, [Input("I", DataType.FP32.number, (2, width), 0, len(data), None, None)], [1, 1], (), None, 0)
+    link = Link(1 << 20)
+    backend: Any = SimpleNamespace(execute=execute)
+    RequestExecution(backend, Signature("m", "m_0", CONFIG), link, 1 << 20).execute(frame, data, 0)
+    ((results, _),) = link.sent
+    assert results.failure is None
+    assert not results.keeps_inputs
 
 
 def test_arrays_of_inputs_are_let_go_when_all_is_answered() -> None:
