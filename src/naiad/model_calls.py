@@ -35,7 +35,7 @@ from naiad.backends.python.calls import (
 )
 from naiad.datatypes import BY_NUMBER
 from naiad.engine import Engine
-from naiad.errors import InvalidArgument, NaiadError, NotFound
+from naiad.errors import InvalidArgument, NaiadError, NotFound, Unavailable
 from naiad.instances.call_link import Caller, OnReply
 from naiad.messages import InferRequest, Result, SequenceControl, Tensor
 from naiad.scheduling.scheduler import Call
@@ -93,6 +93,9 @@ class ModelCalls:
             reply(await action, None)
         except Exception as error:
             reply(None, error)
+        except asyncio.CancelledError:
+            # A model in a thread of the server would wait for ever.
+            reply(None, Unavailable("the server has ended"))
 
     def gone(self, caller: Caller) -> None:
         """A host has ended: nobody waits for what it asked."""

@@ -189,12 +189,11 @@ class Host:
             self._close(link)
             raise Unavailable("the server has ended")
         answer = received[0]
-        if answer.failure is not None:
-            self._free_calls.append(link)
-            raise answer.failure.error()
         # The next answer is read into the same buffer.
         value = answer.value.copy()
         self._free_calls.append(link)
+        if answer.failure is not None:
+            raise answer.failure.error()
         return value
 
     def _open_calls(self) -> BlockingChannel[Answer[msgspec.Raw]]:
