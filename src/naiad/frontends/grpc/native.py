@@ -29,6 +29,10 @@ _EVENTS_AT_ONCE = 64
 _MESSAGE_LIMIT = 2**31 - 1
 #: How long the last replies get to leave.
 _FLUSH_S = 0.2
+#: Answers from this size on are looked after: so soon after the last one, then after twice that, and so on.
+_LARGE = 1 << 20
+_FIRST_LOOK_S = 0.25
+_LAST_LOOK_S = 64.0
 
 
 class NativeServer:
@@ -45,6 +49,7 @@ class NativeServer:
         self._directory: tempfile.TemporaryDirectory[str]
         self._calls: dict[int, _UnaryCall] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._look: asyncio.TimerHandle | None = None
         self._is_stopping = False
         self._idle = asyncio.Event()
         self.port = 0
@@ -90,6 +95,8 @@ class NativeServer:
         await asyncio.gather(self._behind.stop(grace_s), self._drain(grace_s))
         # Closing drops replies that are still on their way to the socket, and the library does not say when they are out.
         await asyncio.sleep(_FLUSH_S)
+        if self._look is not None:
+            self._look.cancel()
         await self._loop.run_in_executor(None, self._front.close)
         await self._loop.run_in_executor(None, self._events_thread.join)
         self._directory.cleanup()
@@ -167,6 +174,19 @@ class NativeServer:
             self._front.fail(call_id, StatusCode.RESOURCE_EXHAUSTED.value[0], details)
         else:
             self._front.respond(call_id, data)
+            if len(data) >= _LARGE:
+                if self._look is not None:
+                    self._look.cancel()
+                self._look_later(_FIRST_LOOK_S)
+
+    def _look_later(self, delay_s: float) -> None:
+        self._look = self._loop.call_later(delay_s, self._let_go, delay_s)
+
+    def _let_go(self, delay_s: float) -> None:
+        """Its threads cannot free what they have sent: that happens when the library is called, whatever for."""
+        _ = self._front.bound_port
+        if delay_s < _LAST_LOOK_S:
+            self._look_later(2 * delay_s)
 
     def ended(self, call_id: int) -> None:
         """Forgets an inference that is answered, or that nobody waits for any more."""

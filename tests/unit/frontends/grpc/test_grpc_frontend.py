@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import threading
+import tracemalloc
 import weakref
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -147,6 +148,29 @@ async def test_while_it_waits_for_calls_the_native_server_keeps_none() -> None:
     server._loop = loop
     await asyncio.to_thread(server._wait_for_events)
     assert kept == [None]
+
+
+async def test_the_native_server_lets_go_of_a_large_answer_that_has_been_sent() -> None:
+    engine = FakeEngine()
+    options = GrpcOptions(address="127.0.0.1", port=0, implementation="native")
+    async with (
+        GrpcFrontend(engine, options) as frontend,
+        aio.insecure_channel(f"127.0.0.1:{frontend.port}", options=UNLIMITED) as channel,
+    ):
+        connection = Connection(engine, frontend, channel)
+        asking = asyncio.ensure_future(connection.stub.ModelInfer(ask("held")))
+        call = await engine.calls.get()
+        tracemalloc.start()
+        try:
+            call.respond(Tensor("OUTPUT0", DataType.UINT8, (4 << 20,), bytes(4 << 20)))
+            del call
+            assert len((await asking).raw_output_contents[0]) == 4 << 20
+            del asking
+            async with asyncio.timeout(30):
+                while tracemalloc.get_traced_memory()[0] > 2 << 20:
+                    await asyncio.sleep(0.05)
+        finally:
+            tracemalloc.stop()
 
 
 @pytest.mark.parametrize(
