@@ -435,9 +435,13 @@ def grpc() -> Once:
 # ---- the host
 
 
+def _no_end(error: str) -> None:
+    raise AssertionError(error)
+
+
 def _host(backend: ArrayBackend | RequestBackend) -> Once:
     mine, theirs = socket.socketpair()
-    link = SocketLink(theirs, arena.create("inputs", ARENA_SIZE), arena.create("outputs", ARENA_SIZE))
+    link = SocketLink(theirs, arena.create("inputs", ARENA_SIZE), arena.create("outputs", ARENA_SIZE), _no_end)
     target = execution(backend, Signature("identity", "identity_0", CONFIG_DICT), link, 1 << 30)
     laid_out = layout.lay_out([REQUEST] * BATCH)
     laid_out.write(link.inputs)

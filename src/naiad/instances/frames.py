@@ -225,8 +225,14 @@ class OpenCalls(msgspec.Struct, array_like=True, tag="calls"):
     """Model code has something to ask; the socket for it comes with the frame."""
 
 
+class Ending(msgspec.Struct, array_like=True, tag="ending"):
+    """The last frame of a host that ends itself; `reason` continues the sentence "its host process ..."."""
+
+    reason: str
+
+
 ToHost = Complete | Load | IsReady | Unload | Cancel
-FromHost = Reply | Log | OpenCalls
+FromHost = Reply | Log | OpenCalls | Ending
 
 
 # ---- calls ---------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import monotonic_ns
 from typing import Any, TypeVar
@@ -23,12 +23,14 @@ from naiad.backends.api import InstanceContext, ModelContext
 from naiad.errors import NaiadError, Unavailable, text_of
 from naiad.instances import arena
 from naiad.instances.channel import BlockingChannel
+from naiad.instances.cuda_driver import lasting_error
 from naiad.instances.execution import ArrayExecution, OneShot, RequestExecution, Signature, execution
 from naiad.instances.frames import (
     Answer,
     Call,
     Cancel,
     Complete,
+    Ending,
     Execute,
     InstanceSpec,
     IsReady,
@@ -36,6 +38,7 @@ from naiad.instances.frames import (
     Log,
     OpenCalls,
     Reply,
+    Response,
     Results,
     ToHost,
     Unload,
@@ -51,12 +54,13 @@ _answer_decoder: msgspec.msgpack.Decoder[Answer[msgspec.Raw]] = msgspec.msgpack.
 
 
 class SocketLink:
-    """An instance's socket and arenas, as the host sees them."""
+    """An instance's socket and arenas, as the host sees them. `end` ends the process, which has met an error that lasts."""
 
-    def __init__(self, sock: socket.socket, input_fd: int, output_fd: int) -> None:
+    def __init__(self, sock: socket.socket, input_fd: int, output_fd: int, end: Callable[[str], None]) -> None:
         self.inputs = arena.map_shared(input_fd, os.fstat(input_fd).st_size)
         self.outputs = arena.map_shared(output_fd, os.fstat(output_fd).st_size)
         self._channel = BlockingChannel(sock, _execute_decoder)
+        self._end = end
 
     def receive(self) -> tuple[Execute, memoryview] | None:
         """The next batch and the memory of its inputs; None when the server has ended the instance."""
@@ -80,6 +84,12 @@ class SocketLink:
             os.close(fds[0])
 
     def send(self, results: Results, one_shot: OneShot | None) -> None:
+        lasting = None
+        if results.failure is not None or (results.responses and _has_failure(results.responses)):
+            lasting = lasting_error()
+            if lasting is not None:
+                # The next batch is one for the next process.
+                results.times = None
         try:
             if one_shot is None or one_shot.fd is None:
                 self._channel.send(results)
@@ -91,6 +101,8 @@ class SocketLink:
         finally:
             if one_shot is not None and one_shot.fd is not None:
                 os.close(one_shot.fd)
+        if lasting is not None:
+            self._end(lasting)
 
     def one_shot(self, byte_size: int) -> OneShot:
         fd = arena.create("naiad outputs", byte_size)
@@ -102,6 +114,10 @@ class SocketLink:
 
     def close(self) -> None:
         self._channel.close()
+
+
+def _has_failure(responses: Sequence[Response]) -> bool:
+    return any(response.failure is not None for response in responses)
 
 
 class HostServices:
@@ -160,12 +176,24 @@ class Host:
         if self._is_fork:
             os._exit(0)
 
-    def send(self, frame: Reply | Log) -> None:
+    def send(self, frame: Reply | Log | Ending) -> None:
         self._control.send(frame)
 
     def reply(self, frame: Reply) -> None:
         self._end_if_forked()
         self.send(frame)
+        if frame.failure is not None and (error := lasting_error()) is not None:
+            self._end(error)
+
+    def _end(self, error: str) -> None:
+        """Ends the process, in which CUDA does nothing any more but fail with `error`; the server starts another one."""
+        if self._is_fork:
+            return
+        with contextlib.suppress(OSError):
+            self.send(Ending(f"ended itself, since CUDA fails for good in a process that has met {error}"))
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+        os._exit(1)
 
     def call(self, model: int, method: str, arguments: Any) -> msgspec.Raw:
         """Asks the server and waits. Raises NaiadError; Unavailable if the server is gone."""
@@ -260,7 +288,10 @@ class Host:
         return any(target.backend.checks_readiness for (number, _), target in targets if number == model)
 
     def _load(self, frame: Load, fds: list[int]) -> None:
-        links = [SocketLink(socket.socket(fileno=fds[at]), fds[at + 1], fds[at + 2]) for at in range(0, len(fds), 3)]
+        links = [
+            SocketLink(socket.socket(fileno=fds[at]), fds[at + 1], fds[at + 2], self._end)
+            for at in range(0, len(fds), 3)
+        ]
         for at in range(0, len(fds), 3):
             os.close(fds[at + 1])
             os.close(fds[at + 2])

@@ -21,6 +21,7 @@ from naiad.instances.environment import BackendEnvironment, Child
 from naiad.instances.frames import (
     Cancel,
     Complete,
+    Ending,
     FromHost,
     InstanceSpec,
     IsReady,
@@ -107,7 +108,7 @@ class Host:
         self._replies: dict[int, asyncio.Future[Any]] = {}
         self._reply_count = 0
         self._tenant_count = 0
-        self._kill_reason: str | None = None
+        self._end_reason: str | None = None
         #: The pause that the last death during a restart asks for.
         self._next_pause_s: float | None = None
         #: No tenant is left or all are leaving: nobody can enter any more.
@@ -158,15 +159,15 @@ class Host:
             self.state = "stopped"
             return
         self._child = child
-        self._kill_reason = None
+        self._end_reason = None
         child.on_end = self._on_child_end
         self._control = LoopChannel(self._loop, child.control, _control_decoder, self._on_message, self._on_control_end)
         self.state = "running"
 
     def kill(self, reason: str) -> None:
         """Ends the process by force; `reason` continues the sentence "its host process ..."."""
-        if self._child is not None and self._child.is_alive and self._kill_reason is None:
-            self._kill_reason = reason
+        if self._child is not None and self._child.is_alive and self._end_reason is None:
+            self._end_reason = reason
             self._child.kill()
 
     def connection_lost(self, reason: str) -> None:
@@ -184,12 +185,13 @@ class Host:
         self.connection_lost(reason or "closed its control connection")
 
     def _on_child_end(self, how: str) -> None:
-        how = self._kill_reason or how
         self._child = None
         if self._control is not None:
+            # Its last words may be why.
             self._control.drain()
             self._control.close()
             self._control = None
+        how = self._end_reason or how
         for link in list(self._call_links):
             self._close_calls(link)
         for number in list(self._callers):
@@ -439,6 +441,11 @@ class Host:
         elif isinstance(message, Log) and (tenant := self.tenants.get(message.model)) is not None:
             spec = tenant.spec
             self._on_log(spec.name, spec.version, message.level, message.message, message.file, message.line)
+        elif isinstance(message, Ending):
+            self._end_reason = self._end_reason or message.reason
+            for tenant in self.tenants.values():
+                for instance in tenant.instances:
+                    instance.detach()
 
     def _caller(self, model: int) -> Caller | None:
         caller = self._callers.get(model)
