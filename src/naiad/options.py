@@ -303,6 +303,13 @@ def _pattern(value: str) -> str | None:
     return None
 
 
+def _local_folders(paths: Iterable[str]) -> str | None:
+    for path in paths:
+        if path.startswith(("s3://", "gs://", "as://")):
+            return f"'{path}' is not a folder: copy the models to one, or mount their storage"
+    return None
+
+
 def _config_name(value: str | None) -> str | None:
     if value is None:
         return None
@@ -365,10 +372,11 @@ def _option(
     return dataclasses.field(default=default, metadata={"option": option})
 
 
-# The headings of the help.
 #: Why sizes of pools are taken and have no effect.
 _NO_GPU_MEMORY = "the server keeps no tensors on GPUs; the frameworks of its models do"
+_NO_THREADS = "one event loop serves all connections; --frontends gives them more processes"
 
+# The headings of the help.
 _server = partial(_option, "Server")
 _logging = partial(_option, "Logging")
 _repository = partial(_option, "Model repository")
@@ -482,6 +490,7 @@ class ServerOptions:
         "Path of a model repository. May be given more than once; a model that is in two of them is not served.",
         metavar="path",
         repeatable=True,
+        check=_local_folders,
         aliases=("--model-store",),
     )
     exit_on_error: bool = _repository(
@@ -559,9 +568,7 @@ class ServerOptions:
         metavar="regex",
         check=_pattern,
     )
-    http_thread_count: int = _http(
-        "--http-thread-count", 8, "Number of threads handling HTTP requests.", kind=int, check=_at_least(1)
-    )
+    http_thread_count: int = _http("--http-thread-count", 8, "", kind=int, check=_at_least(1), unused=_NO_THREADS)
     http_max_input_size: int = _http(
         "--http-max-input-size",
         67108864,
@@ -622,11 +629,7 @@ class ServerOptions:
         check=_pattern,
     )
     grpc_infer_thread_count: int = _grpc(
-        "--grpc-infer-thread-count",
-        2,
-        "Number of threads handling gRPC inference requests.",
-        kind=int,
-        check=_at_least(2, 128),
+        "--grpc-infer-thread-count", 2, "", kind=int, check=_at_least(2, 128), unused=_NO_THREADS
     )
     grpc_infer_allocation_pool_size: int = _grpc(
         "--grpc-infer-allocation-pool-size",

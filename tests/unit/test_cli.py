@@ -111,7 +111,27 @@ def test_help_shows_every_option_under_its_heading(capsys):
             assert f"{option.group}:" in printed
 
 
+def test_help_keeps_flags_whole_and_says_what_is_the_default(capsys):
+    assert run("serve", "-h") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "  --execution-timeout-secs <number>  [default: 600]" in lines
+    place = lines.index("  --load-model <name>")
+    assert "--model-control-mode=explicit" in lines[place + 1]
+    assert lines[lines.index("  --http-thread-count <integer>") + 1].startswith("      No effect: ")
+
+
+@pytest.mark.parametrize(("word", "end"), [("sevre", "init."), ("models", "naiad --model-repository=models")])
+def test_a_word_that_is_no_command(tmp_path, monkeypatch, capsys, word, end):
+    (tmp_path / "models").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert run(word) == 2
+    error = capsys.readouterr().err.rstrip()
+    assert f"no command '{word}'; there are serve, convert, init." in error
+    assert error.endswith(end)
+
+
 def test_help_exits_with_1_where_triton_does(capsys):
+    assert run("--model-repository=/a", "-h") == 1
     assert run("--model-repository=/a", "--help") == 1
     assert "--model-repository" in capsys.readouterr().err
     assert run("--help") == 0

@@ -162,6 +162,7 @@ def test_values_of_options_that_may_be_off(name, text, value):
         ("grpc_infer_thread_count", "1", "expected 2 to 128, got 1"),
         ("http_max_input_size", "0", "expected 1 or more, got 0"),
         ("frontends", "0", "expected 1 to 256, got 0"),
+        ("model_repository", "s3://bucket/models", "'s3://bucket/models' is not a folder: copy the models to one"),
         ("cuda_memory_pool_byte_size", "5", "requires format <first>:<second>. Found: 5"),
         ("cuda_memory_pool_byte_size", "x:1", "Invalid option value. Got x"),
         ("metrics_interval_ms", "0", "expected more than 0"),
@@ -170,7 +171,7 @@ def test_values_of_options_that_may_be_off(name, text, value):
 )
 def test_wrong_values_are_named(name, text, message):
     with pytest.raises(InvalidArgument) as caught:
-        options(**{name: [text]})
+        parse_options({"model_repository": ["/models"], name: [text]})
     assert message in caught.value.message
     assert OPTIONS[name].flag in caught.value.message
 
@@ -284,7 +285,9 @@ def test_what_has_no_effect_is_taken_and_told():
         cuda_memory_pool_byte_size=["0:0"],
         buffer_manager_thread_count=["2"],
         pinned_memory_pool_byte_size=["268435456"],
+        http_thread_count=["16"],
         exit_timeout_secs=["5"],
     )
-    assert set(given.unused) == {"--cuda-memory-pool-byte-size", "--buffer-manager-thread-count"}
+    flags = {"--cuda-memory-pool-byte-size", "--buffer-manager-thread-count", "--http-thread-count"}
+    assert set(given.unused) == flags
     assert options().unused == {}

@@ -5,6 +5,7 @@ with the name of the program exchanged.
 """
 
 import importlib
+import os
 import sys
 from importlib.util import find_spec
 
@@ -15,7 +16,7 @@ from naiad import __version__
 #: Subcommand -> its module and what `naiad --help` says about it. The module's `command` is the click command.
 _COMMANDS = {
     "serve": ("naiad.cli.serve", "Serve the models of a repository."),
-    "convert": ("naiad.cli.convert", "Make a model of another framework's file, and put it into a repository."),
+    "convert": ("naiad.cli.convert", "Convert a model of one framework to another's format."),
     "init": ("naiad.cli.init", "Write a model repository, or a model, to start from."),
 }
 
@@ -33,6 +34,14 @@ class _Commands(click.Group):
         command: click.Command = importlib.import_module(module).command
         return command
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0] not in _COMMANDS:
+            serve = f" To serve a repository: naiad --model-repository={args[0]}" if os.path.isdir(args[0]) else ""
+            ctx.fail(f"no command '{args[0]}'; there are {', '.join(_COMMANDS)}.{serve}")
+        return super().resolve_command(ctx, args)
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl([(name, summary) for name, (_, summary) in _COMMANDS.items()])
@@ -41,7 +50,8 @@ class _Commands(click.Group):
 _commands = _Commands(
     "naiad",
     help="An inference server that takes over from Triton Inference Server.",
-    epilog="Options of 'naiad serve' may be given without 'serve': naiad --model-repository=<path>",
+    epilog="\b\nOptions of 'naiad serve' may be given without 'serve':\n  naiad --model-repository=<path>",
+    context_settings={"help_option_names": ["--help", "-h"]},
     params=[
         click.Option(
             ["--version"],
@@ -68,7 +78,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Runs the command line and exits."""
     if arguments is None:
         arguments = sys.argv[1:]
-    if arguments and arguments[0].startswith("-") and arguments not in (["--help"], ["--version"]):
+    if arguments and arguments[0].startswith("-") and arguments not in (["--help"], ["-h"], ["--version"]):
         from naiad.cli.serve import main_as_tritonserver
 
         sys.exit(main_as_tritonserver(arguments))

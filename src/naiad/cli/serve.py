@@ -1,6 +1,7 @@
 """`naiad serve`: the options of `naiad.options` as a command line, and the start of the server."""
 
 import sys
+import textwrap
 from collections.abc import Iterable
 from itertools import groupby
 from typing import Any, NoReturn
@@ -34,7 +35,7 @@ def parse_arguments(arguments: list[str], prog_name: str = "naiad serve") -> Ser
 
 def main_as_tritonserver(arguments: list[str]) -> int:
     """Serves with a command line in the form of Triton's server: no subcommand, and even --help exits with 1."""
-    if "--help" in arguments:
+    if "--help" in arguments or "-h" in arguments:
         with _Serve().make_context("naiad", [], resilient_parsing=True) as context:
             click.echo(context.get_help(), err=True)
         return _WRONG
@@ -53,6 +54,7 @@ class _Serve(click.Command):
             "serve",
             params=[*options, *map(_option_that_must_be_off, REFUSED_WHERE_TRUE)],
             help="Serve the models of a repository over HTTP and gRPC.",
+            context_settings={"help_option_names": ["--help", "-h"]},
         )
 
     def invoke(self, ctx: click.Context) -> NoReturn:
@@ -69,7 +71,7 @@ class _Serve(click.Command):
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         for group, options in groupby(_available(), key=lambda option: option.group):
             with formatter.section(group):
-                formatter.write_dl([_help_line(option) for option in options])
+                formatter.write("\n".join(_help_of(option, formatter.width) for option in options) + "\n")
 
 
 class _WrongUsage(click.ClickException):
@@ -104,13 +106,20 @@ def _not_supported(flag: str) -> click.ClickException:
     return _WrongUsage(f"naiad: option '{flag}' of Triton's server is not supported: {REFUSED[flag]}")
 
 
-def _help_line(option: Option) -> tuple[str, str]:
-    names = ", ".join((option.flag, *option.aliases))
-    default = _DEFAULTS[option.flag]
-    text = option.help
-    if default not in (None, "", ()) and not option.switch:
-        text += f"  [default: {str(default).lower() if isinstance(default, bool) else default}]"
-    return (names if option.switch else f"{names} <{option.metavar}>"), text
+def _help_of(option: Option, width: int) -> str:
+    """A line for the flag and, below it, what it does: flags stay whole, so that they can be copied and searched for."""
+    first = "  " + ", ".join((option.flag, *option.aliases))
+    if not option.switch:
+        first += f" <{option.metavar}>"
+        default = _DEFAULTS[option.flag]
+        if default not in (None, "", ()) and not option.unused:
+            first += f"  [default: {str(default).lower() if isinstance(default, bool) else _shortest(default)}]"
+    lines = textwrap.wrap(option.help, width - 6, break_on_hyphens=False, break_long_words=False)
+    return "\n      ".join((first, *lines))
+
+
+def _shortest(default: Any) -> str:
+    return f"{default:.15g}" if isinstance(default, float) else str(default)
 
 
 _DEFAULTS: dict[str, Any] = {

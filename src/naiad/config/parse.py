@@ -23,6 +23,7 @@ _ROOT: Descriptor = Proto.DESCRIPTOR
 _POSITION = re.compile(r"^\s*\d+:\d+\s*:\s*")
 _NO_FIELD = re.compile(r'Message type "(?P<type>[\w.]+)" has no field named "(?P<word>[^"]*)"')
 _NO_VALUE = re.compile(r'Enum type "(?P<type>[\w.]+)" has no value named (?P<word>[\w-]+)')
+_UNEXPECTED = re.compile(r"Expected identifier or number, got (?P<character>.)\.$")
 _TWICE = re.compile(r'should not have multiple "(?P<field>\w+)" fields')
 _ONEOF = re.compile(r'Field "(?P<second>\w+)" is specified along with field "(?P<first>\w+)"')
 #: The field whose value begins at the end of the text, or is a list that has begun there.
@@ -40,6 +41,12 @@ _OTHER_NAMES = {
     "TYPE_INT": "TYPE_INT32",
     "TYPE_LONG": "TYPE_INT64",
     "TYPE_BYTES": "TYPE_STRING",
+}
+
+#: What is meant by what no text format of protobuf begins with.
+_OTHER_LANGUAGES = {
+    "/": "comments begin with '#'",
+    "{": "this is protobuf's text format, not JSON",
 }
 
 #: With more names than this a list of them hides the problem instead of explaining it.
@@ -105,6 +112,8 @@ def _reason(text: str, source_line: str, column: int | None) -> str:
         enum = _enum(found["type"])
         suggestion = _suggest(found["word"].upper(), list(enum.values_by_name))
         return f"{where}{enum.name} has no value '{found['word']}'{suggestion}"
+    if (found := _UNEXPECTED.search(text)) and found["character"] in _OTHER_LANGUAGES:
+        text = f"{text.removesuffix('.')}: {_OTHER_LANGUAGES[found['character']]}"
     return where + text
 
 

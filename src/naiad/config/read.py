@@ -120,16 +120,14 @@ def _read(directory: Path, config_name: str, override: str | bytes | None, auto_
     path = config_path(directory, config_name)
     if auto_complete and not path.exists():
         return Proto(), ""
-    try:
-        text = _read_text(path, "strict")
-    except UnicodeDecodeError as error:
-        raise InvalidArgument(f"failed to read text proto from {path}: not UTF-8: {error}") from error
-    return parse_text(text, str(path)), str(path)
+    return parse_text(_read_text(path), str(path)), str(path)
 
 
-def _read_text(path: Path, undecodable: str) -> str:
+def _read_text(path: Path) -> str:
+    """The file as UTF-8, with or without the mark that editors on Windows begin it with. Triton takes comments in other
+    encodings."""
     try:
-        return path.read_text(encoding="utf-8", errors=undecodable)
+        return path.read_text(encoding="utf-8-sig", errors="replace")
     except OSError as error:
         raise Internal(f"failed to open text file for read {path}: {error.strerror}") from error
 
@@ -216,6 +214,6 @@ def read_labels(directory: Path, config: ModelConfig) -> dict[str, list[str]]:
                 f"label file path '{path}' for output '{output.name}' in model '{config.name}' is outside model "
                 "directory"
             )
-        lines = _read_text(path, "replace").split("\n")
+        lines = _read_text(path).split("\n")
         labels[output.name] = lines[:-1] if lines[-1] == "" else lines
     return labels

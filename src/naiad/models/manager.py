@@ -126,6 +126,8 @@ class ModelManager:
     def _note_snapshot(self, snapshot: Snapshot) -> None:
         for repository, reason in snapshot.failures.items():
             self._log.error(f"failed to read model repository '{repository}': {reason}")
+        for note in snapshot.notes:
+            self._log.warning(note)
         for name in snapshot.duplicates:
             self._log.error(f"failed to poll model '{name}': not unique across all model repositories")
         for directory in snapshot.models.values():

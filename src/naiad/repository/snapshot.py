@@ -18,6 +18,8 @@ from naiad.errors import InvalidArgument
 
 #: Folders of a model that belong to its configuration and are never versions.
 RESERVED_DIRECTORIES = frozenset({"warmup", "initial_state", "configs"})
+#: Folders of a repository that somebody else puts there: file systems and Python.
+_NO_MODELS = frozenset({"lost+found", "__pycache__"})
 #: What of a model folder is nothing but configurations.
 _CONFIGURATIONS = frozenset({"config.pbtxt", "configs"})
 _LARGEST_VERSION = 2**63 - 1
@@ -52,12 +54,14 @@ class Snapshot:
     """All repositories at one moment.
 
     `models` are those that are in exactly one repository; `duplicates` name the folders of the others, which are not
-    served. `failures` say, by repository, why it could not be read; nothing is known of the models in it.
+    served. `failures` say, by repository, why it could not be read; nothing is known of the models in it. `notes` are
+    warnings for the log about repositories that look like a mistake.
     """
 
     models: Mapping[str, ModelDirectory] = field(default_factory=dict)
     duplicates: Mapping[str, tuple[Path, ...]] = field(default_factory=dict)
     failures: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
 
 def scan(repositories: Iterable[str | Path], only: Collection[str] | None = None) -> Snapshot:
@@ -68,15 +72,20 @@ def scan(repositories: Iterable[str | Path], only: Collection[str] | None = None
     """
     found: dict[str, list[ModelDirectory]] = {}
     failures: dict[str, str] = {}
+    notes: list[str] = []
     for repository in dict.fromkeys(os.fspath(path) for path in repositories):
         try:
             names = _model_names(repository, only)
         except FileNotFoundError:
-            failures[repository] = f"failed to stat file {repository}"
+            failures[repository] = f"there is no folder '{os.path.abspath(repository)}'"
             continue
         except OSError as error:
-            failures[repository] = f"failed to open directory {repository}: {error.strerror}"
+            failures[repository] = f"cannot open folder '{os.path.abspath(repository)}': {error.strerror}"
             continue
+        if only is None and os.path.isfile(os.path.join(repository, "config.pbtxt")):
+            notes.append(f"'{repository}' is the folder of a model: --model-repository is the folder above it")
+        elif only is None and not names:
+            notes.append(f"there are no models in model repository '{repository}'")
         for name in names:
             model = _read_model(name, repository)
             if model is not None:
@@ -89,6 +98,7 @@ def scan(repositories: Iterable[str | Path], only: Collection[str] | None = None
             if len(places) > 1
         },
         failures=failures,
+        notes=tuple(notes),
     )
 
 
@@ -105,12 +115,16 @@ def model_names(repositories: Iterable[str | Path]) -> Counter[str]:
 
 
 def _model_names(repository: str, only: Collection[str] | None) -> list[str]:
-    """The model folders of a repository; hidden ones (.git, .ipynb_checkpoints) are not models."""
+    """The model folders of a repository; hidden ones (.git, .ipynb_checkpoints) and lost+found are not models."""
     if only is not None:
         os.stat(repository)
         return sorted(name for name in only if os.path.isdir(os.path.join(repository, name)))
     with os.scandir(repository) as entries:
-        return sorted(entry.name for entry in entries if not entry.name.startswith(".") and _is_folder(entry))
+        return sorted(entry.name for entry in entries if _may_be_model(entry))
+
+
+def _may_be_model(entry: os.DirEntry[str]) -> bool:
+    return not entry.name.startswith(".") and entry.name not in _NO_MODELS and _is_folder(entry)
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:
@@ -159,7 +173,7 @@ def _version_number(entry: os.DirEntry[str], model: str, notes: list[str]) -> in
     if not re.fullmatch("[0-9]+", name):
         notes.append(f"ignore version directory '{name}' of model '{model}' which is not a number")
     elif len(name) > 1 and name.startswith("0"):
-        notes.append(f"ignore version directory '{name}' which contains leading zeros in its directory name")
+        notes.append(f"ignore version directory '{name}' of model '{model}' which has leading zeros")
     elif int(name) > _LARGEST_VERSION:
         notes.append(f"ignore version directory '{name}' of model '{model}' which is too large a number")
     else:

@@ -53,6 +53,8 @@ from naiad.errors import InvalidArgument
         ("max_batch_size: 99999999999", "1:17: field 'max_batch_size': Value out of range: 99999999999"),
         ("input { dims: [ 1, x ] }", "1:20: field 'dims': Couldn't parse integer: x"),
         ('input [ { name: "a" ]', "1:21: Expected identifier or number, got ]."),
+        ("// a\n", "1:1: Expected identifier or number, got /: comments begin with '#'"),
+        ('{"name": "a"}', "1:1: Expected identifier or number, got {: this is protobuf's text format, not JSON"),
     ],
 )
 def test_a_mistake_in_the_text_is_shown_with_its_place_and_what_was_meant(text: str, message: str) -> None:

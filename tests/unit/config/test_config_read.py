@@ -119,10 +119,19 @@ def test_overrides_that_are_not_configurations(tmp_path: Path, override: str | b
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(Internal, match=r"failed to read .*/absent: No such file or directory"):
         _read(tmp_path / "absent", override='{"backend": "python"}')
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b'\xef\xbb\xbfname: "m"\r\nbackend: "python"\r\n',  # as editors on Windows write it
+        b'# Gr\xfc\xdfe\nname: "m"\nbackend: "python" # \xc4\xe3\xba\xc3',
+    ],
+)
+def test_other_encodings(tmp_path: Path, content: bytes) -> None:
     folder = _model(tmp_path / "m", None, "1/model.py")
-    (folder / "config.pbtxt").write_bytes(b'name: "\xff"')
-    with pytest.raises(InvalidArgument, match="not UTF-8"):
-        _read(folder)
+    (folder / "config.pbtxt").write_bytes(content)
+    assert (_read(folder).proto.name, _read(folder).backend) == ("m", "python")
 
 
 def test_the_backend_sees_the_instance_groups(tmp_path: Path) -> None:

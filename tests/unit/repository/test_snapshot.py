@@ -47,8 +47,8 @@ def test_models_and_their_versions(tmp_path):
         ("initial_state", [], None),
         (".cache", [], None),
         ("__pycache__", [], None),
-        ("01", [], "ignore version directory '01' which contains leading zeros in its directory name"),
-        ("00", [], "ignore version directory '00' which contains leading zeros in its directory name"),
+        ("01", [], "ignore version directory '01' of model 'm' which has leading zeros"),
+        ("00", [], "ignore version directory '00' of model 'm' which has leading zeros"),
         ("1abc", [], "ignore version directory '1abc' of model 'm' which is not a number"),
         ("-1", [], "ignore version directory '-1' of model 'm' which is not a number"),
         ("lib", [], "ignore version directory 'lib' of model 'm' which is not a number"),
@@ -91,8 +91,32 @@ def test_a_repository_that_is_not_there_does_not_hide_the_others(tmp_path):
     file = write(tmp_path / "file")
     snapshot = scan([missing, file, tmp_path / "x"])
     assert list(snapshot.models) == ["m"]
-    assert snapshot.failures[str(missing)] == f"failed to stat file {missing}"
-    assert snapshot.failures[str(file)].startswith(f"failed to open directory {file}")
+    assert snapshot.failures == {
+        str(missing): f"there is no folder '{missing}'",
+        str(file): f"cannot open folder '{file}': Not a directory",
+    }
+
+
+def test_where_a_relative_path_leads_is_said(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert scan(["models"]).failures == {"models": f"there is no folder '{tmp_path}/models'"}
+
+
+def test_repositories_that_look_like_a_mistake(tmp_path):
+    folder = model(tmp_path / "x", "m", "1")
+    write(folder / "config.pbtxt")
+    (tmp_path / "empty").mkdir()
+    assert scan([tmp_path / "x"]).notes == ()
+    assert scan([tmp_path / "empty"]).notes == (f"there are no models in model repository '{tmp_path}/empty'",)
+    assert scan([tmp_path / "empty"], only=["m"]).notes == ()
+    [note] = scan([folder]).notes
+    assert note == f"'{folder}' is the folder of a model: --model-repository is the folder above it"
+
+
+def test_folders_that_others_put_into_a_repository(tmp_path):
+    for name in ("lost+found", "__pycache__", ".git", "m"):
+        model(tmp_path, name, "1")
+    assert list(scan([tmp_path]).models) == ["m"]
 
 
 def test_only_some_models(tmp_path):
