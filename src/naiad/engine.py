@@ -4,7 +4,6 @@ HTTP, gRPC, calls from inside models and the steps of ensembles all come through
 """
 
 import asyncio
-import time
 from collections.abc import Mapping
 
 from naiad import __version__
@@ -109,9 +108,7 @@ class Engine:
             model.scheduler.submit(call)
         except Exception:
             # Whatever it is: a lease that is never given back keeps the version for ever.
-            statistics = model.statistics
-            statistics.failures["REJECTED"] += 1
-            statistics.infer.fail.add(time.monotonic_ns() - call.queued_ns)
+            model.statistics.refused += 1
             call.ended = True
             model.release()
             if trace is not None:

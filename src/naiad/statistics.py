@@ -122,6 +122,8 @@ class ModelStatistics:
     responses: dict[str, ResponseStatistics] = field(default_factory=dict)
     #: Requests that failed, by Triton's reasons: REJECTED, CANCELED, BACKEND, OTHER.
     failures: dict[str, int] = field(default_factory=lambda: {"REJECTED": 0, "CANCELED": 0, "BACKEND": 0, "OTHER": 0})
+    #: Requests that were refused at once, as by a queue that is full: Triton does not count them among the failures.
+    refused: int = 0
     latencies: Latencies = field(default_factory=Latencies)
     #: Batches by why they were closed: full, preferred size, delay, single.
     batch_reasons: dict[str, int] = field(default_factory=dict)

@@ -34,4 +34,7 @@ def test_a_request_that_is_not_taken_holds_no_lease(error: Exception) -> None:
     with pytest.raises(type(error)):
         Engine(manager).infer(InferRequest("m", ()), SimpleNamespace())  # type: ignore[arg-type]
     assert leases == [1, -1]
-    assert model.statistics.failures["REJECTED"] == 1
+    # Triton counts what was never queued nowhere.
+    assert model.statistics.refused == 1
+    assert not any(model.statistics.failures.values())
+    assert model.statistics.infer.fail.count == 0

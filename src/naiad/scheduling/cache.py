@@ -237,7 +237,8 @@ class CachingScheduler:
                 flight.start()
             except NaiadError as error:
                 for call in flight.let_go():
-                    self.refuse(call, error)
+                    self.statistics.refused += 1
+                    self.deliver(call, error)
         else:
             del self._flights[flight.key]
 
@@ -257,13 +258,10 @@ class CachingScheduler:
         except Exception as error:
             self.report(f"a response of model '{call.request.model_name}' could not be passed on", error)
 
-    def refuse(self, call: Call, error: NaiadError | None) -> None:
-        """Ends a call that nothing has answered; without an error, as cancelled."""
+    def fail_cancelled(self, call: Call) -> None:
+        """Ends a call whose client has left and that nothing has answered."""
         try:
-            if error is None:
-                call.fail_cancelled()
-            else:
-                call.fail(error, "REJECTED")
+            call.fail_cancelled()
         except Exception as problem:
             self.report(f"an error of model '{call.request.model_name}' could not be passed on", problem)
 
@@ -333,7 +331,7 @@ class _Flight:
         if call not in self.waiting:
             return
         self.waiting.remove(call)
-        self._scheduler.refuse(call, None)
+        self._scheduler.fail_cancelled(call)
         if not self.waiting and self._inner is not None:
             # What comes of it is that of a cancelled request: not for those who ask now.
             self._scheduler.close_flight(self)

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from naiad.config.model_config import ModelConfig, TensorConfig
-from naiad.errors import InvalidArgument, NaiadError, Unavailable
+from naiad.errors import Cancelled, InvalidArgument, NaiadError, Unavailable
 from naiad.instances.instance import ComputeTimes
 from naiad.messages import InferRequest, InferResponse, ParameterValue, ResponseSink, Result, SequenceControl, Tensor
 from naiad.scheduling.scheduler import Call
@@ -292,10 +292,8 @@ class _Run:
             if running is not None:
                 running.cancel()
         try:
-            if error is None:
-                self._call.fail_cancelled()
-            else:
-                self._call.fail(error, "OTHER")
+            # Triton counts a failed request of an ensemble twice: as it answers it, and when the last step has ended.
+            self._call.fail(error or Cancelled(""), "OTHER", times=2)
         except Exception as problem:
             self._scheduler.report(
                 f"an error of ensemble '{self._scheduler.config.name}' could not be passed on", problem

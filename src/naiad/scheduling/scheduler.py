@@ -103,11 +103,11 @@ class Call:
             self.lease.release()
         self.sink.send(result, final)
 
-    def fail(self, error: NaiadError, reason: FailureReason) -> None:
-        """Ends a call that no instance has answered, and counts it as failed."""
+    def fail(self, error: NaiadError, reason: FailureReason, times: int = 1) -> None:
+        """Ends a call that no instance has answered, and counts it as failed, so many times."""
         statistics = self.lease.statistics
-        statistics.failures[reason] += 1
-        statistics.infer.fail.add(time.monotonic_ns() - self.queued_ns)
+        statistics.failures[reason] += times
+        statistics.infer.fail.add((time.monotonic_ns() - self.queued_ns) * times, times)
         self.deliver(error, True)
 
     def cancel(self) -> None:

@@ -96,6 +96,11 @@ def families(models: Iterable[ModelFacts], hosts: Iterable[HostFacts], memory: M
         "Batches by why no more requests were waited for: full, preferred size, delay (it was over), single (the model "
         "takes requests one by one)",
     )
+    refused = Family(
+        "naiad_requests_refused_total",
+        "counter",
+        "Requests refused at once, as by a full queue or for a sequence that has not begun; they are in no nv_ metric",
+    )
     leases = Family("naiad_requests_in_flight", "gauge", "Requests and ensembles that hold the model version")
     for (name, version), group in groups.items():
         labels = {"model": name, "version": version}
@@ -107,8 +112,9 @@ def families(models: Iterable[ModelFacts], hosts: Iterable[HostFacts], memory: M
             Sample({**labels, "reason": reason}, sum(facts.statistics.batch_reasons.get(reason, 0) for facts in group))
             for reason in reasons
         ]
+        refused.samples.append(Sample(labels, sum(facts.statistics.refused for facts in group)))
         leases.samples.append(Sample(labels, sum(facts.leases for facts in group)))
-    return [latency, sizes, closed, leases, *_of_hosts(hosts, memory)]
+    return [latency, sizes, closed, refused, leases, *_of_hosts(hosts, memory)]
 
 
 def _latency(labels: dict[str, str], phase: str, group: list[ModelStatistics]) -> list[Sample]:

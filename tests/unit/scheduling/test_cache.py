@@ -288,7 +288,8 @@ async def test_what_is_refused_after_the_lookup_is_answered() -> None:
     await turns()
     assert [str(sink.results[0]) for sink in sinks] == ["Exceeds maximum queue size"] * 2
     assert bench.lease.held == 0
-    assert bench.lease.statistics.failures["REJECTED"] == 2
+    assert bench.lease.statistics.refused == 2
+    assert bench.lease.statistics.infer.fail.count == 0
     bench.submit(request())
     assert len(store.lookups) == 2
 

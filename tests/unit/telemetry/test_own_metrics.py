@@ -69,6 +69,10 @@ def test_latencies_of_a_version_and_of_one_that_drains_are_one_histogram() -> No
     assert lines([ModelFacts(old, 1), ModelFacts(new, 2)], [], {}, "naiad_requests_in_flight") == [
         'naiad_requests_in_flight{model="m",version="1"} 3'
     ]
+    old.refused, new.refused = 4, 1
+    assert lines([ModelFacts(old, 1), ModelFacts(new, 2)], [], {}, "naiad_requests_refused_total") == [
+        'naiad_requests_refused_total{model="m",version="1"} 5'
+    ]
 
 
 def test_batches_are_counted_by_size_and_reason() -> None:
@@ -108,5 +112,5 @@ def test_memory_is_read_of_processes_that_are(tmp_path: Path) -> None:
 
 
 def test_names_are_its_own() -> None:
-    assert len(NAMES) == 8
+    assert len(NAMES) == 9
     assert all(name.startswith("naiad_") for name in NAMES)
