@@ -224,18 +224,18 @@ def _check_bytes(request: InferRequest, tensor: Tensor, expected: int, model: st
                 f"for model '{model}', expecting {expected}"
             )
         (length,) = unpack(data, at)
-        at += 4
-        if length > end - at:
-            raise BrokenContents(
-                f"incomplete string data for inference input '{tensor.name}', expecting string of length {length} but "
-                f"only {end - at} bytes available"
-            )
-        at += length
+        at += 4 + length
         count += 1
     if count != expected:
         raise InvalidArgument(
             f"{request.label}expected {expected} string elements for inference input '{tensor.name}' for model '{model}', "
             f"got {count}"
+        )
+    if at > end:
+        # The last one, or there would have been no more.
+        raise BrokenContents(
+            f"incomplete string data for inference input '{tensor.name}', expecting string of length {length} but "
+            f"only {end - at + length} bytes available"
         )
 
 

@@ -367,7 +367,7 @@ def _read_output(item: Any) -> OutputSpec:
     offset = byte_size = 0
     if "shared_memory_region" in given:
         region = string_member(given, "shared_memory_region", "Unable to parse 'shared_memory_region': ")
-        if classification:
+        if "classification" in given:
             raise InvalidArgument("Output can't set both 'shared_memory_region' and 'classification'")
         if given.get("binary_data") is True:
             raise InvalidArgument("Output can't set both 'shared_memory_region' and 'binary_data'")
@@ -417,6 +417,8 @@ def tensor_data(
             raise Internal("Unable to parse JSON bytes array: attempt to access JSON non-string as string")
         return _pack(data)
     if len(data) != count:
+        # Triton reads one element after the other, so one of a wrong type comes first.
+        tensor_data(name, datatype, min(len(data), count), data[:count], max_input_size)
         raise Internal(_WRONG_COUNT)
     if datatype in _FLOATS:
         if not kinds <= _NUMBERS:

@@ -18,6 +18,9 @@ from naiad.errors import Internal, InvalidArgument, NaiadError
 _DEEPEST = 1000
 _TOKENS = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[{]|[\]}]', re.DOTALL)
 _REASON = re.compile(r"Parse error at offset (\d+): (.*)", re.DOTALL)
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_CONTROL_NOW = "Invalid encoding in string."
+_CONTROL = "Invalid escape character in string."
 _NUMBERS = rapidjson.NM_NATIVE | rapidjson.NM_NAN
 
 
@@ -33,6 +36,9 @@ def parse(text: Buffer) -> Any:
 
 
 def _parse_slowly(text: bytes) -> Any:
+    if text.startswith(_BYTE_ORDER_MARK):
+        # Triton passes over it; offsets stay.
+        text = b"   " + text[3:]
     # RapidJSON recurses without a limit: what is too deep must not get there, it would end the process.
     if text.count(b"[") + text.count(b"{") > _DEEPEST and _depth(text) > _DEEPEST:
         raise too_deep()
@@ -53,7 +59,7 @@ def _parse_slowly(text: bytes) -> Any:
 def _read_any_bytes(text: bytes, decoder: json.JSONDecoder) -> Any:
     try:
         # Like RapidJSON's, the text ends at a zero byte outside of strings.
-        value, _ = decoder.raw_decode(text.decode("utf-8", "surrogateescape").lstrip(" \t\r\n"))
+        value, _ = decoder.raw_decode(text.decode("utf-8", "surrogateescape").lstrip("\ufeff \t\r\n"))
     except RecursionError:
         raise too_deep() from None
     except ValueError as error:
@@ -87,7 +93,8 @@ def _depth(text: bytes) -> int:
 
 def _malformed(error: rapidjson.JSONDecodeError) -> NaiadError:
     match = _REASON.match(str(error))
-    reason = f"{match[2]} at {match[1]}" if match else str(error)
+    # Triton's RapidJSON is older and has no word of its own for control characters.
+    reason = f"{match[2].replace(_CONTROL_NOW, _CONTROL)} at {match[1]}" if match else str(error)
     return Internal(f"failed to parse the request JSON buffer: {reason}")
 
 

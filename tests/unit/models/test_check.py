@@ -207,6 +207,10 @@ def test_an_unknown_output_is_found_first() -> None:
             "[request id: <id_unknown>] incomplete string length indicator for inference input 'A' for model 'm', "
             "expecting 4 bytes but only 2 bytes available. Please make sure the string length indicator is in one buffer.",
         ),
+        (
+            b"\x09\0\0\0x",
+            "[request id: <id_unknown>] expected 2 string elements for inference input 'A' for model 'm', got 1",
+        ),
     ],
 )
 def test_bytes_contents(data: bytes, text: str) -> None:

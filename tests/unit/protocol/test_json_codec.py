@@ -14,7 +14,7 @@ from naiad.datatypes import DataType, pack_bytes
 from naiad.errors import Internal, InvalidArgument, NaiadError
 from naiad.messages import InferResponse, SequenceControl, Tensor
 from naiad.protocol.json_codec import decode_raw_request, decode_request, encode_response, header_length
-from naiad.protocol.json_text import dump, parse
+from naiad.protocol.json_text import dump, members_as_given, parse
 from naiad.protocol.outputs import ALL_BINARY, ALL_JSON, OutputPlan, OutputSpec, plan_of
 
 
@@ -52,12 +52,18 @@ class TestJsonText:
             (b"", "The document is empty. at 0"),
             (b'{"a', "Missing a closing quotation mark in string. at 3"),
             (b'["\xff" x', "Missing a comma or ']' after an array element. at 5"),
+            (b'{"a":"\x01"}', "Invalid escape character in string. at 6"),
+            (b'\xef\xbb\xbf{"a":}', "Invalid value. at 8"),
         ],
     )
     def test_malformed(self, text: bytes, reason: str) -> None:
         with pytest.raises(Internal) as error:
             parse(text)
         assert error.value.message == f"failed to parse the request JSON buffer: {reason}"
+
+    def test_a_byte_order_mark_is_passed_over(self) -> None:
+        assert parse(b'\xef\xbb\xbf{"a":"\xff"}') == {"a": "\udcff"}
+        assert members_as_given(b'\xef\xbb\xbf{"a":1,"a":2}', {"a": 2}) == [("a", 1), ("a", 2)]
 
     def test_bare_numbers(self) -> None:
         values = parse(b"[NaN, Infinity, -Infinity, 1]")
@@ -143,6 +149,9 @@ class TestData:
             ("BYTES", [1], None, "Unable to parse JSON bytes array: attempt to access JSON non-string as string"),
             ("INT32", [1, 2], [3], COUNT),
             ("INT32", [1, 2, 3], [2], COUNT),
+            ("INT32", [1, "2"], [3], SIGNED),
+            ("INT32", [1, 2**64], [3], SIGNED),
+            ("INT32", [1, "2", 3], [1], COUNT),
             ("INT32", {"a": 1}, [1], "Unable to parse 'data': attempt to access JSON non-array as array"),
         ],
     )
@@ -326,6 +335,14 @@ class TestRequest:
                 },
                 InvalidArgument,
                 "Output can't set both 'shared_memory_region' and 'binary_data'",
+            ),
+            (
+                {
+                    "inputs": [],
+                    "outputs": [{"name": "a", "parameters": {"shared_memory_region": "r", "classification": 0}}],
+                },
+                InvalidArgument,
+                "Output can't set both 'shared_memory_region' and 'classification'",
             ),
         ],
     )

@@ -12,8 +12,11 @@ ENCODINGS = frozenset(_WINDOW)
 def decompress(body: bytes, max_size: int) -> bytes:
     """The plain body. What is cut short or damaged is taken as far as it goes, as Triton takes it.
 
-    gzip and deflate are told apart by their first bytes. Raises InvalidArgument beyond `max_size` bytes.
+    gzip and deflate are told apart by their first bytes. Raises InvalidArgument where there is nothing, and beyond
+    `max_size` bytes.
     """
+    if not body:
+        raise InvalidArgument("nothing to be decompressed")
     stream = zlib.decompressobj(_AUTOMATIC)
     parts: list[bytes] = []
     size = 0

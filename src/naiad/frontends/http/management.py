@@ -7,15 +7,17 @@ import asyncio
 import base64
 import binascii
 from collections.abc import Awaitable, Mapping
+from contextlib import suppress
 from typing import Any, Protocol
 
 from naiad.config.model_config import ModelConfig
-from naiad.errors import Internal, InvalidArgument, NotFound, Unsupported
+from naiad.errors import Internal, InvalidArgument, NaiadError, NotFound, Unsupported
 from naiad.frontends.http.connection import Exchange
 from naiad.frontends.http.inference import LARGE
 from naiad.frontends.http.replies import JSON, PLAIN, reply_json
 from naiad.messages import IndexEntry, ModelMetadata, ServerMetadata
 from naiad.protocol import documents
+from naiad.protocol.cuda_memory import IPC_HANDLE_BYTE_SIZE
 from naiad.protocol.json_text import (
     boolean_member,
     dump,
@@ -115,11 +117,10 @@ class Management:
 
     async def unload(self, exchange: Exchange, name: str) -> None:
         unload_dependents = False
-        document = _document(exchange)
-        if "parameters" in document:
-            given = members(document["parameters"])
-            # Triton takes anything else for false.
-            unload_dependents = given.get("unload_dependents") is True
+        # Triton does without a body that it cannot read, and takes anything but true for false.
+        with suppress(NaiadError):
+            parameters = _document(exchange).get("parameters")
+            unload_dependents = type(parameters) is dict and parameters.get("unload_dependents") is True
         await self._engine.unload(name, unload_dependents)
         exchange.response_empty(200, JSON)
 
@@ -159,12 +160,16 @@ class Management:
         text = string_member(document["raw_handle"], "b64")
         byte_size = unsigned_member(document, "byte_size")
         device_id = unsigned_member(document, "device_id")
-        raw_handle = _from_base64(text, "'raw_handle' must be a valid base64 encoded cudaIpcMemHandle_t")
-        self._region_registry().register_cuda(name, raw_handle, device_id, byte_size, is_local_peer(exchange.client))
+        complaint = "'raw_handle' must be a valid base64 encoded cudaIpcMemHandle_t"
+        raw_handle = _from_base64(text, complaint)
+        if len(raw_handle) != IPC_HANDLE_BYTE_SIZE:
+            raise InvalidArgument(complaint)
+        local = is_local_peer(exchange.client)
+        await self._region_registry().register_cuda(name, raw_handle, device_id, byte_size, local)
         exchange.response_empty(200, JSON)
 
     async def cuda_unregister(self, exchange: Exchange, name: str) -> None:
-        self._region_registry().unregister_cuda(name)
+        await self._region_registry().unregister_cuda(name)
         exchange.response_empty(200, JSON)
 
     def _region_registry(self) -> Regions:

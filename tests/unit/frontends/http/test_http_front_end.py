@@ -143,6 +143,7 @@ class TestInfer:
             ),
             (INFER, ADD_SUB, {"Content-Encoding": "br"}, (501, "text/plain", "Unsupported compression type")),
             (INFER, ADD_SUB, {"Content-Encoding": "gzip"}, (400, "application/json", RAW_TWO)),
+            (INFER, b"", {"Content-Encoding": "gzip"}, (400, "text/plain", "nothing to be decompressed")),
             (
                 INFER,
                 ADD_SUB | {"outputs": [{"name": "NOPE"}]},
@@ -557,6 +558,13 @@ class TestManagement:
         await client.post("/v2/repository/models/m/load", {"parameters": {"config": "{}", "file:1/model.py": "YWJj"}})
         await client.post("/v2/repository/models/m/unload", {"parameters": {"unload_dependents": True}})
         assert engine.loaded == [("m", {}), ("m", {"config": "{}", "file:1/model.py": b"abc"}), ("m", True)]
+
+    @pytest.mark.parametrize("body", [b"{", b"[]", {"parameters": 1}, {"parameters": {"unload_dependents": 1}}])
+    async def test_unloading_does_without_a_body_that_cannot_be_read(
+        self, client: Client, engine: FakeEngine, body: Any
+    ) -> None:
+        assert (await client.post("/v2/repository/models/m/unload", body)).status == 200
+        assert engine.loaded == [("m", False)]
 
     async def test_large_files_of_a_load_are_read_in_a_thread(
         self, client: Client, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
