@@ -15,6 +15,8 @@ class NaiadError(Exception):
     triton_code = "UNKNOWN"
     #: Whether the engine did not take a request, which a front end in another process hears of later.
     refused = False
+    #: What to do about it, for the log: clients are told what Triton tells them.
+    advice = ""
 
     @property
     def message(self) -> str:

@@ -5,11 +5,13 @@ more, front ends stop accepting, what is in flight gets `--exit-timeout-secs` to
 """
 
 import asyncio
+import os
 import resource
 import signal
+import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -17,6 +19,7 @@ import uvloop
 
 from naiad import __version__
 from naiad.engine import Engine
+from naiad.errors import Unavailable
 from naiad.frontends.access import logged
 from naiad.frontends.grpc.servicer import Servicer
 from naiad.frontends.http.management import Management
@@ -56,6 +59,7 @@ _FILES = 1 << 20
 def serve(options: ServerOptions) -> int:
     """Runs a server until a signal ends it; the exit status. Raises NaiadError if it cannot be created."""
     _raise_file_limit()
+    _find_temporary_folder()
     return uvloop.run(_serve(options))
 
 
@@ -65,6 +69,18 @@ def _raise_file_limit() -> None:
     wanted = _FILES if hard == resource.RLIM_INFINITY else min(hard, _FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _find_temporary_folder() -> None:
+    """A container whose file system is read-only has no other than the one of shared memory, if nobody mounts one."""
+    with suppress(FileNotFoundError):
+        tempfile.gettempdir()
+        return
+    os.environ["TMPDIR"] = "/dev/shm"
+    try:
+        tempfile.gettempdir()
+    except FileNotFoundError as error:
+        raise Unavailable("no folder for temporary files can be written to: set TMPDIR, or mount one at /tmp") from error
 
 
 async def _serve(options: ServerOptions) -> int:
@@ -96,6 +112,7 @@ async def _run(options: ServerOptions, log: Log, stop: asyncio.Event) -> int:
     stopping = asyncio.ensure_future(stop.wait())
     await asyncio.wait((loading, stopping), return_when=asyncio.FIRST_COMPLETED)
     if not loading.done():
+        log.info("Signal received, shutting down")
         loading.cancel()
         await asyncio.gather(loading, return_exceptions=True)
         await server.close()
@@ -177,7 +194,7 @@ class Server:
                     await manager.start()
                     self.failed_models = manager.table.failures()
                     self.unreadable = bool(manager.first_snapshot.failures)
-                    show_models(log, await engine.index())
+                    show_models(log, await engine.index(), manager.table.reasons())
                     spare_collector()
                     if not self.unreadable:
                         # Otherwise the server is neither live nor ready, whatever it serves, as in Triton.

@@ -75,6 +75,7 @@ def test_a_signal_during_the_start_ends_it(repository, tmp_path):
         server.signal(signal.SIGINT)
         assert server.wait(20) == 0
         assert "Traceback" not in server.log
+        assert "Signal received, shutting down" in server.log
 
 
 def test_signals_in_a_row_are_one(repository, tmp_path):

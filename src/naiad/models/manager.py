@@ -17,6 +17,7 @@ from naiad.errors import (
     NaiadError,
     Unavailable,
 )
+from naiad.models.advice import advice
 from naiad.models.model import InstanceUpdate, Model
 from naiad.models.placement import needs_only_instances
 from naiad.models.plan import Abandon, Block, Retire, Update, Wanted, plan
@@ -403,13 +404,9 @@ class ModelManager:
         errors: dict[int, NaiadError] = {}
         versions: tuple[int, ...] = ()
         in_place: dict[int, Model] = {}
+        before = dict(record.states)
         try:
-            if isinstance(source.draft, NaiadError):
-                raise source.draft
-            choice = versions_for(record.name, source.draft.version_policy, source.directory.versions)
-            for note in choice.notes:
-                self._log.warning(note)
-            versions = choice.versions
+            draft, versions = await self._choose(source)
             for version in versions:
                 self._log.info(f"loading: {record.name}:{version}")
                 model = record.models.get(version)
@@ -428,7 +425,7 @@ class ModelManager:
                 else:
                     self._log.exception(f"loading '{record.name}' version {version} failed", result)
                     errors[version] = Internal(f"{result!r}. This is a bug.")
-            if errors and source.draft.is_ensemble:
+            if errors and draft.is_ensemble:
                 raise next(iter(errors.values()))
             if errors:
                 raise InvalidArgument(
@@ -440,6 +437,9 @@ class ModelManager:
                 )
         except Exception as error:
             self._update_failed(record, generation, versions, in_place, errors, error)
+            if source.members:
+                # Triton begins to load an ensemble when it has found that it can be served.
+                record.states = before
             for model in loaded.values():
                 self._discard(model)
             for update in updates.values():
@@ -450,6 +450,19 @@ class ModelManager:
             self._release(source)
         self.table.put_away(record)
         self._reconcile()
+
+    async def _choose(self, source: Source) -> tuple[Draft, tuple[int, ...]]:
+        """The configuration of a model and which versions of it to serve. Raises NaiadError."""
+        try:
+            if isinstance(source.draft, NaiadError):
+                raise source.draft
+            choice = versions_for(source.directory.name, source.draft.version_policy, source.directory.versions)
+        except NaiadError as error:
+            error.advice = await asyncio.to_thread(advice, source, error)
+            raise
+        for note in choice.notes:
+            self._log.warning(note)
+        return source.draft, choice.versions
 
     def _needs_only_instances(self, model: Model, source: Source) -> bool:
         return (
@@ -487,9 +500,10 @@ class ModelManager:
                     if serving is not None:
                         return await self._loader.update(serving, source)
                     return await self._loader.load(source, version)
-            except NaiadError:
+            except NaiadError as error:
                 attempt += 1
                 if attempt > self._load_retry_count:
+                    error.advice = await asyncio.to_thread(advice, source, error, version)
                     raise
 
     def _update_failed(
@@ -505,7 +519,7 @@ class ModelManager:
         if isinstance(error, NaiadError):
             problem: NaiadError = load_failed(record.name, error.message)
             if not versions:
-                self._log.error(f"failed to load model '{record.name}': {error.message}")
+                self._log.error(f"failed to load model '{record.name}': {error.message}{_advised(error)}")
         else:
             problem = Internal(f"load failed for model '{record.name}': {error!r}. This is a bug.")
             self._log.exception(f"loading model '{record.name}' failed", error)
@@ -515,13 +529,15 @@ class ModelManager:
         for version in versions:
             reason = with_kind(errors[version]) if version in errors else "unloaded"
             if version in errors:
-                self._log.error(f"failed to load '{record.name}' version {version}: {reason}")
+                self._log.error(f"failed to load '{record.name}' version {version}: {reason}{_advised(errors[version])}")
             if version not in record.models:
-                record.states[version] = ("UNAVAILABLE", "unloaded" if record.abandoned else reason)
+                record.states[version] = ("UNAVAILABLE", reason)
             elif version in errors and version in in_place:
                 record.states[version] = ("READY", reason)
         if versions:
             self._log.info(f"failed to load '{record.name}'")
+        elif not record.members:
+            record.has_no_version = True
 
     def _update_done(
         self,
@@ -555,12 +571,10 @@ class ModelManager:
         record.serving = generation
         record.failed = None
         record.error = None
+        record.has_no_version = False
         for version in now:
             record.states[version] = ("READY", "")
         self._log.info(f"successfully loaded '{record.name}'")
-        for version in list(record.states):
-            if version not in now and version not in old and version not in source.directory.versions:
-                del record.states[version]
         for version, model in old.items():
             if version in updates:
                 continue
@@ -587,37 +601,31 @@ class ModelManager:
     def _block(self, record: Record, unavailable: tuple[str, ...]) -> None:
         """An ensemble without its members does not serve, and says why."""
         reason = self.table.why_blocked(record.name, unavailable)
-        self._retire(record, reason)
+        self._retire(record)
         record.blocked = True
         record.error = load_failed(record.name, reason)
-        for version in record.source.directory.versions if record.source else ():
-            record.states.setdefault(version, ("UNAVAILABLE", reason))
         self._log.error(f"failed to load '{record.name}': {reason}")
 
-    def _retire(self, record: Record, reason: str = "unloaded") -> None:
+    def _retire(self, record: Record) -> None:
         models = record.models
         self._serve(record, {})
         record.serving = None
         record.failed = None
         record.blocked = False
-        for version, (state, _) in list(record.states.items()):
-            if state == "UNAVAILABLE":
-                record.states[version] = ("UNAVAILABLE", reason)
         for version, model in models.items():
             record.states[version] = ("UNLOADING", "")
-            self._spawn(self._close(record, model, reason), f"close {record.name}")
+            self._spawn(self._close(record, model), f"close {record.name}")
         self.table.put_away(record)
 
-    async def _close(self, record: Record, model: Model, reason: str = "unloaded") -> None:
+    async def _close(self, record: Record, model: Model) -> None:
         try:
             await model.close()
         finally:
             self._release(self._made_of.pop(model))
         is_last = not any(other.name == model.name and other.version == model.version for other in self._made_of)
         if is_last and record.states.get(model.version, ("",))[0] == "UNLOADING":
-            record.states[model.version] = ("UNAVAILABLE", reason)
-        if reason == "unloaded":
-            self._log.info(f"successfully unloaded '{model.name}' version {model.version}")
+            record.states[model.version] = ("UNAVAILABLE", "unloaded")
+        self._log.info(f"successfully unloaded '{model.name}' version {model.version}")
         self.table.put_away(record)
         self._note_change()
 
@@ -666,6 +674,10 @@ class ModelManager:
         while self._tasks:
             await asyncio.wait(self._tasks)
         return not given_up
+
+
+def _advised(error: NaiadError) -> str:
+    return f" ({error.advice})" if error.advice else ""
 
 
 def _same_files(one: ModelDirectory, other: ModelDirectory) -> bool:

@@ -81,7 +81,19 @@ class Record:
     leaving: set[asyncio.Task[None]] = field(default_factory=set)
     #: The newest of them: what a request without a version gets.
     latest: Model | None = None
+    #: Of all versions that ever were to be loaded. What failed says so until it has been loaded, as in Triton.
     states: dict[int, tuple[State, str]] = field(default_factory=dict)
+    #: It was to be loaded and had no version to load.
+    has_no_version: bool = False
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        return self.source.members if self.source is not None else ()
+
+    @property
+    def is_on_its_way(self) -> bool:
+        """Whether it is wanted, and neither serves nor has failed."""
+        return self.source is not None and not self.blocked and not self.models and self.error is None
 
     @property
     def is_lost(self) -> bool:
@@ -100,6 +112,7 @@ class Record:
             self.source is None
             and self.actual == _NOTHING
             and self.error is None
+            and not self.has_no_version
             and not self.leaving
             and all(state == _UNLOADED for state in self.states.values())
         )
@@ -168,13 +181,12 @@ class ModelTable:
                 yield models[version]
 
     def all_ready(self) -> bool:
-        """What `--strict-readiness` asks: every known version is READY and able, or was unloaded cleanly, and every
-        wanted model has one (R1-69). A model whose configuration cannot be read is not among them, as in Triton, nor
-        an ensemble whose members are not there: unloading one leaves the server ready."""
+        """What `--strict-readiness` asks: every version that was ever to be loaded is READY and able, or was unloaded
+        cleanly, and every model that was has one (R1-69). What has failed to load is among them until it has been
+        loaded, wanted or not; a model whose configuration cannot be read is not, nor an ensemble that cannot be served
+        with its members: all that as in Triton."""
         for record in self.records.values():
-            if record.blocked:
-                continue
-            if record.source is not None and not record.states and isinstance(record.source.draft, Draft):
+            if not record.states and (record.has_no_version or record.is_on_its_way):
                 return False
             for version, (state, reason) in record.states.items():
                 if state == "READY":
@@ -191,6 +203,14 @@ class ModelTable:
             for name, record in self.records.items()
             if not record.models and (record.source is not None or record.error is not None)
         )
+
+    def reasons(self) -> dict[str, str]:
+        """Why models could not be loaded, by name."""
+        return {
+            name: record.error.message.removeprefix(load_failed(name, "").message.rstrip("\n"))
+            for name, record in self.records.items()
+            if record.error is not None
+        }
 
     def index(self, places: Mapping[str, int], ready: bool = False) -> list[IndexEntry]:
         """The models in the repositories, with the states of their versions; not those that came with a load request
@@ -213,7 +233,7 @@ class ModelTable:
                 if not ready or state == "READY":
                     entries.append(IndexEntry(name, str(version), state, reason or None))
                 shown = True
-            if not shown and not ready:
+            if not shown and not ready and not record.has_no_version:
                 entries.append(IndexEntry(name))
         return entries
 

@@ -1,7 +1,7 @@
 """The table of models that the server shows when it has started: in colour on a terminal, plain in a log."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from naiad.messages import IndexEntry
 from naiad.telemetry.log import Log
@@ -9,13 +9,14 @@ from naiad.telemetry.log import Log
 _HEADINGS = ("Model", "Version", "Status")
 
 
-def show_models(log: Log, entries: Sequence[IndexEntry]) -> None:
+def show_models(log: Log, entries: Sequence[IndexEntry], reasons: Mapping[str, str]) -> None:
     """Shows each model version with its state and, where there is one, the reason. Nothing if there are no models.
+    `reasons` say, by name, why there is no version of a model.
 
     A terminal gets a table as wide as it is; otherwise the table goes to the log, at the level info.
     """
-    rows = [row(entry) for entry in entries]
-    if not log.log_info:
+    rows = [row(entry, reasons.get(entry.name, "")) for entry in entries]
+    if not log.log_info or not rows:
         return
     if not log.log_file and sys.stdout.isatty():
         _print_rich(rows)
@@ -23,10 +24,10 @@ def show_models(log: Log, entries: Sequence[IndexEntry]) -> None:
         log.table(plain_table(_HEADINGS, rows))
 
 
-def row(entry: IndexEntry) -> tuple[str, str, str]:
-    """Name, version and status of an entry; a model never loaded is NOT LOADED."""
+def row(entry: IndexEntry, why: str = "") -> tuple[str, str, str]:
+    """Name, version and status of an entry; a model never loaded is NOT LOADED, and `why`."""
     status = entry.state or "NOT LOADED"
-    reason = (entry.reason or "").strip()
+    reason = ((entry.reason or "") if entry.state else why).strip()
     return entry.name, entry.version or "-", f"{status}: {reason}" if reason else status
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from naiad.config.read import Draft, finish
-from naiad.errors import InvalidArgument, NaiadError, NotFound, Unavailable
+from naiad.errors import Internal, InvalidArgument, NaiadError, NotFound, Unavailable
 from naiad.messages import IndexEntry
 from naiad.models.manager import ModelManager
 from naiad.models.model import Model
@@ -73,9 +73,9 @@ class Models:
         self.path = path
         self.loader = SlowLoader()
         sources = RepositorySources([str(path)], config_name="", auto_complete=True, gpus=())
-        log = Log()
-        log.configure(info=False, error=False)
-        self.manager = ModelManager(ModelTable(), sources=sources, loader=self.loader, log=log, mode="explicit")
+        self.log = Log()
+        self.log.configure(info=False, error=False)
+        self.manager = ModelManager(ModelTable(), sources=sources, loader=self.loader, log=self.log, mode="explicit")
         self.ended: list[str] = []
 
     def write(self, name: str, text: str = "") -> None:
@@ -162,6 +162,22 @@ async def test_a_load_after_one_that_failed_tries_again(models: Models) -> None:
     await asyncio.gather(second, unload)
     assert models.ended == ["load a: error", "load a", "unload a"]
     assert models.ready() == []
+
+
+async def test_what_to_do_is_for_the_log(models: Models, capsys: pytest.CaptureFixture[str]) -> None:
+    models.log.configure(error=True)
+    models.loader.errors["a"] = Internal("ModuleNotFoundError: No module named 'cv2'")
+    request = models.load("a")
+    await models.loading("a")
+    models.loader.go("a")
+    with pytest.raises(InvalidArgument) as told:
+        await request
+    assert told.value.message.endswith("No module named 'cv2';\n")
+    advised = f"No module named 'cv2' (install what has 'cv2' where naiad is, or list it in '{models.path}/a/require"
+    assert advised in capsys.readouterr().err
+    assert models.manager.table.reasons() == {
+        "a": "version 1 is at UNAVAILABLE state: Internal: ModuleNotFoundError: No module named 'cv2';\n"
+    }
 
 
 async def test_a_load_of_newer_files_waits_for_the_load_of_the_older_ones(models: Models) -> None:

@@ -216,22 +216,25 @@ ENTRIES = [
     IndexEntry("fine", "1", "READY"),
     IndexEntry("broken", "2", "UNAVAILABLE", "Internal: no\nAt: line 3\n"),
     IndexEntry("idle"),
+    IndexEntry("typo"),
 ]
+REASONS = {"broken": "of another try", "typo": "config.pbtxt:1:1: no such field\n"}
 
 
 def test_the_table_of_models_goes_to_the_log(capsys):
-    show_models(Log(), ENTRIES)
+    show_models(Log(), ENTRIES, REASONS)
     head, *lines = capsys.readouterr().out.splitlines()
     assert head.endswith("] ")
     assert lines == [
-        "+--------+---------+---------------------------+",
-        "| Model  | Version | Status                    |",
-        "+--------+---------+---------------------------+",
-        "| fine   | 1       | READY                     |",
-        "| broken | 2       | UNAVAILABLE: Internal: no |",
-        "|        |         | At: line 3                |",
-        "| idle   | -       | NOT LOADED                |",
-        "+--------+---------+---------------------------+",
+        "+--------+---------+---------------------------------------------+",
+        "| Model  | Version | Status                                      |",
+        "+--------+---------+---------------------------------------------+",
+        "| fine   | 1       | READY                                       |",
+        "| broken | 2       | UNAVAILABLE: Internal: no                   |",
+        "|        |         | At: line 3                                  |",
+        "| idle   | -       | NOT LOADED                                  |",
+        "| typo   | -       | NOT LOADED: config.pbtxt:1:1: no such field |",
+        "+--------+---------+---------------------------------------------+",
     ]
 
 
@@ -243,15 +246,17 @@ def test_the_table_of_models_on_a_terminal(monkeypatch):
     terminal = Terminal()
     monkeypatch.setattr("sys.stdout", terminal)
     monkeypatch.setenv("COLUMNS", "120")
-    show_models(Log(), ENTRIES)
+    show_models(Log(), ENTRIES, REASONS)
     text = terminal.getvalue()
     assert "UNAVAILABLE: Internal: no" in text
     assert "idle" in text
     assert "] " not in text
 
 
-def test_no_models_make_an_empty_table():
+def test_no_models_make_no_table(capsys):
     assert plain_table(("A", "B"), []) == "+---+---+\n| A | B |\n+---+---+"
+    show_models(Log(), [], {})
+    assert capsys.readouterr().out == ""
 
 
 def test_rows():

@@ -1,0 +1,94 @@
+"""What to do about a model that does not load, for the log. Reads folders: for a thread.
+
+Clients are told what Triton tells them, which is often not much. Nothing here decides anything, and where nothing is
+known, nothing is said.
+"""
+
+import difflib
+import re
+from importlib.metadata import entry_points
+from pathlib import Path
+
+from naiad.config.platforms import PLATFORMS
+from naiad.config.read import Draft
+from naiad.errors import NaiadError
+from naiad.instances.references import GROUP
+from naiad.models.table import Source
+
+#: What is no model, by its first bytes.
+_NO_MODELS = {
+    b"version https://git-lfs": "is a pointer of Git LFS in place of the model: run git lfs pull",
+    b"<!doctype html": "is a web page in place of the model",
+    b"<html": "is a web page in place of the model",
+}
+_MODULE = re.compile(r"No module named '([\w.]+)'")
+_FILES = tuple(row.filename for row in PLATFORMS)
+
+
+def advice(source: Source, error: NaiadError, version: int | None = None) -> str:
+    """What helps against `error`, of one version or of the model as a whole; "" where nothing is known."""
+    draft, directory = source.draft, Path(source.directory.directory)
+    text = error.message
+    if not isinstance(draft, Draft):
+        if "Could not determine backend" in text:
+            missing = f"'{directory}' has no config.pbtxt that names a backend, and no '1' with one of"
+            return _misplaced(directory) or f"{missing} {', '.join(_FILES)}"
+        if found := re.search("unexpected platform type '(.*)'", text):
+            platforms = [row.platform for row in PLATFORMS if row.platform]
+            return _choose("platform", found[1], [*platforms, "ensemble"])
+        return ""
+    filename = draft.proto.default_model_filename
+    if version is None:
+        if source.directory.versions:
+            return ""
+        a_version = f"a version is a folder with a number for its name: '{directory / '1' / filename}'"
+        return _misplaced(directory) or a_version
+    if "unable to find backend library" in text:
+        if draft.backend == "tensorrt":
+            return "TensorRT is not served: take the ONNX file that the engine was built from"
+        return _choose("backend", draft.backend, sorted(entry_points(group=GROUP).names))
+    if "no GPUs are available" in text or ("unsupported gpu id" in text and not draft.gpus):
+        return "there is no GPU: say kind: KIND_CPU, or no kind at all"
+    if draft.backend == "python" and (found := _MODULE.search(text)):
+        return _without_module(directory, draft, found[1])
+    return _of_file(source.directory.versions[version].directory / filename) if filename else ""
+
+
+def _choose(what: str, word: str, names: list[str]) -> str:
+    close = [name for name in names if word in name] or difflib.get_close_matches(word, names, 1)
+    meant = f"did you mean '{close[0]}'?" if close else f"there are {', '.join(names)}"
+    return f"there is no {what} '{word}'; {meant}"
+
+
+def _misplaced(directory: Path) -> str:
+    """The file of a model that lies in the model's folder, where no version is."""
+    for name in _FILES:
+        if (directory / name).exists():
+            return f"move '{directory / name}' to '{directory / '1' / name}'"
+    return ""
+
+
+def _without_module(directory: Path, draft: Draft, module: str) -> str:
+    requirements = directory / "requirements.txt"
+    if "EXECUTION_ENV_PATH" in draft.proto.parameters or requirements.exists():
+        return f"the model's environment does not have '{module}'"
+    return f"install what has '{module}' where naiad is, or list it in '{requirements}'"
+
+
+def _of_file(path: Path) -> str:
+    """What is wrong with the file of a version, where that can be seen without its framework."""
+    try:
+        if not path.exists():
+            others = sorted(entry.name for entry in path.parent.iterdir() if not entry.name.startswith((".", "__")))
+            if not others:
+                return f"'{path.parent}' is empty"
+            return f"'{path.parent}' has {', '.join(others[:5])}: rename one, or say default_model_filename"
+        if path.is_dir():
+            return ""
+        with path.open("rb") as file:
+            begin = file.read(64).lower()
+    except OSError as error:
+        return f"cannot read '{error.filename}': {error.strerror}"
+    if not begin:
+        return f"'{path}' is empty"
+    return next((f"'{path}' {what}" for start, what in _NO_MODELS.items() if begin.startswith(start)), "")

@@ -1,0 +1,119 @@
+"""What the log says to do about models that do not load: over real folders, with the errors as they are raised."""
+
+from pathlib import Path
+
+import pytest
+
+from naiad.config.read import Draft
+from naiad.errors import InvalidArgument, NaiadError
+from naiad.models.advice import advice
+from naiad.models.sources import RepositorySources
+from naiad.models.table import Source
+from naiad.repository.snapshot import scan
+
+NO_BACKEND = "unable to find backend library for backend '{}', try specifying runtime on the model configuration."
+NO_MODULE = "ModuleNotFoundError: No module named 'cv2.data'\n\nAt:\n  /m/1/model.py(1): <module>\n"
+ONNX = 'platform: "onnxruntime_onnx"'
+
+
+async def source_of(path: Path, files: dict[str, str]) -> Source:
+    (path / "m").mkdir()
+    for name, content in files.items():
+        file = path / "m" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(content)
+    sources = RepositorySources([str(path)], config_name="", auto_complete=True, gpus=())
+    return await sources.read(scan([path]).models["m"])
+
+
+@pytest.mark.parametrize(
+    ("files", "text"),
+    [
+        ({}, "'{m}' has no config.pbtxt that names a backend, and no '1' with one of model.graphdef, "),
+        ({"model.onnx": "x"}, "move '{m}/model.onnx' to '{m}/1/model.onnx'"),
+        ({"config.pbtxt": ONNX, "model.onnx": "x"}, "move '{m}/model.onnx' to '{m}/1/model.onnx'"),
+        ({"config.pbtxt": ONNX}, "a version is a folder with a number for its name: '{m}/1/model.onnx'"),
+        ({"config.pbtxt": ONNX, "1/model.onnx": "x"}, ""),
+        ({"config.pbtxt": "what?"}, ""),
+        ({"config.pbtxt": 'platform: "onnx"'}, "there is no platform 'onnx'; did you mean 'onnxruntime_onnx'?"),
+        ({"config.pbtxt": 'platform: "caffe2"'}, "there is no platform 'caffe2'; there are tensorflow_graphdef, "),
+    ],
+)
+async def test_of_models(tmp_path: Path, files: dict[str, str], text: str) -> None:
+    source = await source_of(tmp_path, files)
+    error = source.draft if isinstance(source.draft, NaiadError) else InvalidArgument("at least one version must ...")
+    told = advice(source, error)
+    expected = text.format(m=tmp_path / "m")
+    assert told.startswith(expected)
+    assert bool(told) == bool(text)
+
+
+@pytest.mark.parametrize(
+    ("files", "error", "text"),
+    [
+        (
+            {"config.pbtxt": 'backend: "onnx"'},
+            NO_BACKEND.format("onnx"),
+            "there is no backend 'onnx'; did you mean 'onnxruntime'?",
+        ),
+        (
+            {"config.pbtxt": 'backend: "dali"'},
+            NO_BACKEND.format("dali"),
+            "there is no backend 'dali'; there are onnxruntime, openvino, python, pytorch, tensorflow",
+        ),
+        (
+            {"config.pbtxt": 'platform: "tensorrt_plan"'},
+            NO_BACKEND.format("tensorrt"),
+            "TensorRT is not served: take the ONNX file that the engine was built from",
+        ),
+        (
+            {"config.pbtxt": ONNX, "1/model.onnx": "x"},
+            "instance group m_0 of model m has kind KIND_GPU but no GPUs are available",
+            "there is no GPU: say kind: KIND_CPU, or no kind at all",
+        ),
+        (
+            {"config.pbtxt": 'backend: "python"', "1/model.py": ""},
+            NO_MODULE,
+            "install what has 'cv2.data' where naiad is, or list it in '{m}/requirements.txt'",
+        ),
+        (
+            {"config.pbtxt": 'backend: "python"', "1/model.py": "", "requirements.txt": ""},
+            NO_MODULE,
+            "the model's environment does not have 'cv2.data'",
+        ),
+        ({"config.pbtxt": ONNX, "1/model.onnx": "x"}, "a reason that says it all", ""),
+        ({"config.pbtxt": ONNX, "1/model.onnx/model.onnx": "x"}, "a reason that says it all", ""),
+        ({"config.pbtxt": ONNX, "1/model.onnx": ""}, "", "'{m}/1/model.onnx' is empty"),
+        ({"config.pbtxt": ONNX, "1/.keep": ""}, "", "'{m}/1' is empty"),
+        (
+            {"config.pbtxt": ONNX, "1/b.onnx": "x", "1/a.onnx": "x"},
+            "",
+            "'{m}/1' has a.onnx, b.onnx: rename one, or say default_model_filename",
+        ),
+        (
+            {"config.pbtxt": ONNX, "1/model.onnx": "version https://git-lfs.github.com/spec/v1\n"},
+            "",
+            "'{m}/1/model.onnx' is a pointer of Git LFS in place of the model: run git lfs pull",
+        ),
+        (
+            {"config.pbtxt": ONNX, "1/model.onnx": "<!DOCTYPE html>\n"},
+            "",
+            "'{m}/1/model.onnx' is a web page in place of the model",
+        ),
+    ],
+)
+async def test_of_versions(tmp_path: Path, files: dict[str, str], error: str, text: str) -> None:
+    source = await source_of(tmp_path, {"1/.keep": "", **files})
+    assert isinstance(source.draft, Draft)
+    assert advice(source, InvalidArgument(error), 1) == text.format(m=tmp_path / "m")
+
+
+async def test_of_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = await source_of(tmp_path, {"config.pbtxt": ONNX, "1/model.onnx": "x"})
+    path = tmp_path / "m/1/model.onnx"
+
+    def refuse(self: Path, mode: str) -> None:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "open", refuse)
+    assert advice(source, InvalidArgument(""), 1) == f"cannot read '{path}': Permission denied"

@@ -1,0 +1,43 @@
+import os
+import tempfile
+
+import pytest
+
+from naiad import server
+from naiad.errors import Unavailable
+from naiad.options import ServerOptions
+
+
+@pytest.fixture
+def started(tmp_path, monkeypatch):
+    """TMPDIR as it was when a server started that finds no folder for temporary files but that one."""
+    seen = []
+
+    def run(main):
+        main.close()
+        seen.append(os.environ.get("TMPDIR"))
+        return 0
+
+    monkeypatch.setattr(server.uvloop, "run", run)
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: [os.environ.get("TMPDIR", "/nowhere")])
+    monkeypatch.setenv("TMPDIR", "/nowhere")
+    return seen
+
+
+def test_temporary_files_of_a_read_only_system_are_in_shared_memory(started):
+    assert server.serve(ServerOptions(model_repository=("/a",))) == 0
+    assert started == ["/dev/shm"]
+
+
+def test_without_any_folder_for_temporary_files(started, monkeypatch):
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/nowhere"])
+    with pytest.raises(Unavailable, match="set TMPDIR, or mount one at /tmp"):
+        server.serve(ServerOptions(model_repository=("/a",)))
+    assert started == []
+
+
+def test_a_folder_that_there_is_stays(started, monkeypatch, tmp_path):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    assert server.serve(ServerOptions(model_repository=("/a",))) == 0
+    assert started == [str(tmp_path)]
