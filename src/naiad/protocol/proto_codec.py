@@ -15,7 +15,7 @@ from tritonclient.grpc import service_pb2 as pb
 
 from naiad.config.model_config import ModelConfig
 from naiad.datatypes import BY_NAME, Buffer, DataType, pack_bytes
-from naiad.errors import InvalidArgument, NaiadError
+from naiad.errors import Internal, InvalidArgument, NaiadError
 from naiad.messages import InferRequest, InferResponse, ParameterValue, SequenceControl, Tensor
 from naiad.protocol.outputs import ALL_BINARY, OutputPlan, OutputSpec, classify, plan_of
 from naiad.protocol.regions import OutputRegion, Regions, RegionUse, is_local_peer
@@ -43,7 +43,7 @@ _PLAIN_EMPTY_FINAL = Reply(ALL_BINARY, {}, True)
 
 # ---------------------------------------------------------------- versions
 
-_LEADING_INTEGER = re.compile(r"\s*([+-]?\d+)")
+_LEADING_INTEGER = re.compile(r"\s*([+-]?\d+)", re.ASCII)
 _NOT_A_VERSION = "version should be an integral value > 0"
 
 
@@ -127,8 +127,13 @@ def _split(data: bytes) -> tuple[bytes, list[memoryview]] | None:
     return b"".join(rest), raw
 
 
+def unreadable() -> NaiadError:
+    """What the gRPC library that Triton uses says of bytes that are no message."""
+    return Internal("Unable to parse request")
+
+
 def parse_request(data: bytes) -> tuple[Message, Sequence[Buffer]]:
-    """A ModelInferRequest and its raw_input_contents. Raises InvalidArgument for what is not such a message."""
+    """A ModelInferRequest and its raw_input_contents. Raises Internal for what is not such a message."""
     try:
         if len(data) >= SPLIT_BYTE_SIZE:
             split = _split(data)
@@ -136,7 +141,7 @@ def parse_request(data: bytes) -> tuple[Message, Sequence[Buffer]]:
                 return pb.ModelInferRequest.FromString(split[0]), split[1]
         message = pb.ModelInferRequest.FromString(data)
     except Exception as error:  # protobuf's DecodeError, whose class differs between its implementations
-        raise InvalidArgument(f"the request is not a valid ModelInferRequest: {error}") from error
+        raise unreadable() from error
     return message, message.raw_input_contents
 
 
@@ -269,7 +274,7 @@ def _choice(key: str, value: Message, *expected: str) -> Any:
     """The value of an InferParameter that must have one of the types `expected`."""
     choice = value.WhichOneof("parameter_choice")
     if choice not in expected:
-        raise _wrong_type(key, " or ".join(expected))
+        raise _wrong_type(key, " or ".join(expected[:2]))
     return getattr(value, choice)
 
 
@@ -280,6 +285,7 @@ def _request_parameters(given: Mapping[str, Message]) -> _Parameters:
     priority = timeout_us = 0
     for key, value in given.items():
         if key == "sequence_id":
+            # Triton 2.51 does not take, nor name, the last one; later ones take it.
             sequence_id = _choice(key, value, "int64_param", "string_param", "uint64_param")
             if isinstance(sequence_id, int):
                 sequence_id %= 2**64
@@ -290,9 +296,9 @@ def _request_parameters(given: Mapping[str, Message]) -> _Parameters:
         elif key == "priority":
             priority = _choice(key, value, "int64_param", "uint64_param")
             if priority < 0:
-                raise InvalidArgument(f"invalid value for 'priority' parameter, expected a value >= 0, got {priority}")
+                raise InvalidArgument("invalid value for 'priority', expected value >= 0.")
         elif key == "timeout":
-            timeout_us = _choice(key, value, "int64_param")
+            timeout_us = _choice(key, value, "int64_param") % 2**64
         elif key == "triton_enable_empty_final_response":
             empty_final = _choice(key, value, "bool_param")
         elif key.startswith("triton_"):
@@ -303,7 +309,7 @@ def _request_parameters(given: Mapping[str, Message]) -> _Parameters:
         else:
             choice = value.WhichOneof("parameter_choice")
             if choice is None:
-                raise _wrong_type(key, "bool_param, int64_param, string_param or double_param")
+                raise _wrong_type(key, "int64_param, bool_param, or string_param")
             free[key] = getattr(value, choice)
     sequence = SequenceControl(sequence_id, start, end) if sequence_id or start or end else None
     return free, sequence, priority, timeout_us, empty_final
@@ -321,7 +327,12 @@ def _region(name: str, parameters: Mapping[str, Message]) -> tuple[str, int, int
     region = _tensor_parameter(name, parameters, "shared_memory_region", "string_param")
     offset = _tensor_parameter(name, parameters, "shared_memory_offset", "int64_param")
     byte_size = _tensor_parameter(name, parameters, "shared_memory_byte_size", "int64_param")
-    return region or "", offset or 0, byte_size or 0
+    if byte_size is None:
+        raise InvalidArgument(
+            "'shared_memory_byte_size' must be specified along with 'shared_memory_region' parameter for tensor "
+            f"'{name}'"
+        )
+    return region or "", offset or 0, byte_size
 
 
 def _tensor_parameter(name: str, parameters: Mapping[str, Message], key: str, expected: str) -> Any:
@@ -346,10 +357,12 @@ def _reply(outputs: Sequence[Message], regions: Regions, peer: str, empty_final:
             if value.WhichOneof("parameter_choice") != "int64_param":
                 raise InvalidArgument("invalid value type for 'classification' parameter, expected int64_param")
             count = value.int64_param
+            if count <= 0:
+                raise InvalidArgument("invalid value for 'classification' parameter, expected >= 0")
             if region is not None:
                 raise InvalidArgument("output can't set both 'shared_memory_region' and 'classification'")
         if region is None:
-            specs[name] = OutputSpec(name, True, max(count, 0))
+            specs[name] = OutputSpec(name, True, count)
         else:
             specs[name] = OutputSpec(name, True, 0, *region)
             if use is None:
@@ -400,6 +413,11 @@ def _typed_contents(tensor: Message, config: ModelConfig) -> bytes:
         if field.name not in _CONTENTS:
             continue
         named, allowed, pack = _CONTENTS[field.name]
+        if packed:
+            raise InvalidArgument(
+                f"unexpected explicit tensor data for input tensor '{tensor.name}' for model '{config.name}', binary data "
+                "was already supplied."
+            )
         if datatype is None or datatype not in allowed:
             raise InvalidArgument(
                 f"unexpected explicit tensor data for input tensor '{tensor.name}' for model '{config.name}' of type "

@@ -97,6 +97,11 @@ def test_versions_are_read_as_c_reads_numbers(text: str, version: int) -> None:
             "integral value > 0",
         ),
         (
+            "\u0661",
+            "failed to get model version from specified version string '\u0661' (details: stol), version should be an "
+            "integral value > 0",
+        ),
+        (
             "9" * 20,
             f"failed to get model version from specified version string '{'9' * 20}' (details: stol), version should "
             "be an integral value > 0",
@@ -165,9 +170,11 @@ def test_contents_of_another_type(datatype: str, field: str, named: str) -> None
     )
 
 
-def test_contents_in_two_fields_are_of_another_type() -> None:
+def test_contents_in_two_fields_are_refused() -> None:
     contents = pb.InferTensorContents(int_contents=[1], bytes_contents=[b"x"])
-    assert "of type 'BYTES', expected datatype 'INT32'" in refusal(message(inputs=[tensor(contents=contents)]))
+    assert refusal(message(inputs=[tensor(contents=contents)])) == (
+        "unexpected explicit tensor data for input tensor 'X' for model 'm', binary data was already supplied."
+    )
 
 
 CONTENTS = pb.InferTensorContents(int_contents=[1, 2])
@@ -206,8 +213,20 @@ CONTENTS = pb.InferTensorContents(int_contents=[1, 2])
             "invalid value type for 'shared_memory_region' parameter for tensor 'X', expected string_param.",
         ),
         (
+            message(inputs=[tensor(parameters={"shared_memory_region": parameter(string_param="r")})]),
+            "'shared_memory_byte_size' must be specified along with 'shared_memory_region' parameter for tensor 'X'",
+        ),
+        (
             message(
-                inputs=[tensor(parameters={"shared_memory_region": parameter(string_param="r")}, contents=CONTENTS)]
+                inputs=[
+                    tensor(
+                        parameters={
+                            "shared_memory_region": parameter(string_param="r"),
+                            "shared_memory_byte_size": parameter(int64_param=4),
+                        },
+                        contents=CONTENTS,
+                    )
+                ]
             ),
             "unexpected 'content' provided when using shared memory for input tensor 'X' for model 'm'",
         ),
@@ -354,13 +373,13 @@ def test_sequences(parameters: dict[str, Any], sequence: SequenceControl | None)
 @pytest.mark.parametrize(
     ("key", "value", "text"),
     [
-        ("sequence_id", parameter(bool_param=True), "expected int64_param or string_param or uint64_param."),
+        ("sequence_id", parameter(bool_param=True), "expected int64_param or string_param."),
         ("sequence_start", parameter(int64_param=1), "expected bool_param."),
         ("sequence_end", parameter(), "expected bool_param."),
         ("priority", parameter(string_param="1"), "expected int64_param or uint64_param."),
         ("timeout", parameter(bool_param=True), "expected int64_param."),
         ("triton_enable_empty_final_response", parameter(int64_param=1), "expected bool_param."),
-        ("free", parameter(), "expected bool_param, int64_param, string_param or double_param."),
+        ("free", parameter(), "expected int64_param, bool_param, or string_param."),
     ],
 )
 def test_parameters_of_a_wrong_type(key: str, value: Any, text: str) -> None:
@@ -372,7 +391,13 @@ def test_parameters_that_are_refused() -> None:
         "parameter keys starting with 'triton_' are reserved for Triton usage. Only the following keys starting with "
         "'triton_' are allowed: triton_enable_empty_final_response"
     )
-    assert "got -1" in refusal(message(parameters={"priority": parameter(int64_param=-1)}))
+    assert refusal(message(parameters={"priority": parameter(int64_param=-1)})) == (
+        "invalid value for 'priority', expected value >= 0."
+    )
+
+
+def test_a_timeout_has_no_sign() -> None:
+    assert read(message(parameters={"timeout": parameter(int64_param=-1)}))[0].timeout_us == 2**64 - 1
 
 
 def requested(name: str = "Y", **parameters: Any) -> Any:
@@ -393,7 +418,7 @@ def test_requested_outputs(regions: Regions) -> None:
     _, reply = read(requested(**place), regions)
     assert reply.regions["Y"].byte_size == 16
     with pytest.raises(NotFound, match="Unable to find shared memory region: 'ghost'"):
-        read(requested(shared_memory_region=parameter(string_param="ghost")), regions)
+        read(requested(**place | {"shared_memory_region": parameter(string_param="ghost")}), regions)
 
 
 @pytest.mark.parametrize(
@@ -404,7 +429,15 @@ def test_requested_outputs(regions: Regions) -> None:
             "invalid value type for 'classification' parameter, expected int64_param",
         ),
         (
-            {"classification": parameter(int64_param=2), "shared_memory_region": parameter(string_param="r")},
+            {"classification": parameter(int64_param=0)},
+            "invalid value for 'classification' parameter, expected >= 0",
+        ),
+        (
+            {
+                "classification": parameter(int64_param=2),
+                "shared_memory_region": parameter(string_param="r"),
+                "shared_memory_byte_size": parameter(int64_param=8),
+            },
             "output can't set both 'shared_memory_region' and 'classification'",
         ),
         (
@@ -425,12 +458,12 @@ def test_outputs_that_are_refused(regions: Regions, parameters: dict[str, Any], 
 
 
 def test_what_is_no_message() -> None:
-    with pytest.raises(InvalidArgument, match="not a valid ModelInferRequest"):
+    with pytest.raises(Internal, match=r"^Unable to parse request$"):
         parse_request(b"\xff\xff\xff")
-    with pytest.raises(InvalidArgument, match="not a valid ModelInferRequest"):
+    with pytest.raises(Internal, match=r"^Unable to parse request$"):
         parse_request(b"\xff" * SPLIT_BYTE_SIZE)
     # A size that goes on and on is not read to its end, which takes the square of its length.
-    with pytest.raises(InvalidArgument, match="not a valid ModelInferRequest"):
+    with pytest.raises(Internal, match=r"^Unable to parse request$"):
         parse_request(b"\x3a" + b"\xff" * 4_000_000)
 
 
@@ -485,7 +518,7 @@ def test_sizes_that_are_longer_than_need_be_are_read_as_protobuf_reads_them(coun
         assert list(pb.ModelInferRequest.FromString(data).raw_input_contents) == [b""]
     else:
         assert proto_codec._split(data) is None
-        with pytest.raises(InvalidArgument):
+        with pytest.raises(Internal):
             parse_request(data)
 
 

@@ -19,7 +19,7 @@ from naiad.errors import InvalidArgument, NotFound, Unavailable, Unsupported
 from naiad.frontends.grpc import documents
 from naiad.messages import IndexEntry, InferRequest, ModelMetadata, ParameterValue, ResponseSink, ServerMetadata
 from naiad.options import Restriction, forward_pattern
-from naiad.protocol.proto_codec import Reply, decode, parse_request, parse_version, recall, remember
+from naiad.protocol.proto_codec import Reply, decode, parse_request, parse_version, recall, remember, unreadable
 from naiad.protocol.regions import Regions, is_local_peer
 from naiad.statistics import ModelStatistics
 from naiad.telemetry.trace import TraceSettings, off
@@ -192,7 +192,7 @@ class Servicer:
             (SERVICE, "ServerLive", "health", pb.ServerLiveRequest, self._server_live),
             (SERVICE, "ServerReady", "health", pb.ServerReadyRequest, self._server_ready),
             (SERVICE, "ModelReady", "health", pb.ModelReadyRequest, self._model_ready),
-            (HEALTH_SERVICE, "Check", "health", None, self._health_check),
+            (HEALTH_SERVICE, "Check", "health", _HEALTH_CHECK_REQUEST, self._health_check),
             (SERVICE, "ServerMetadata", "metadata", pb.ServerMetadataRequest, self._server_metadata),
             (SERVICE, "ModelMetadata", "metadata", pb.ModelMetadataRequest, self._model_metadata),
             (SERVICE, "ModelConfig", "model-config", pb.ModelConfigRequest, self._model_config),
@@ -282,11 +282,14 @@ class Servicer:
         _one_repository(request)
         parameters: dict[str, str | bytes] = {}
         for key, value in request.parameters.items():
-            # The engine refuses other keys; their value does not matter.
-            expected = "bytes_param" if key.startswith("file:") else "string_param"
-            if key == "config" or key.startswith("file:"):
-                _expect(f"load parameter '{key}'", value, expected)
-            parameters[key] = getattr(value, expected)
+            if key == "config":
+                _expect(f"load parameter '{key}'", value, "string_param")
+                parameters[key] = value.string_param
+            elif key.startswith("file:"):
+                _expect(f"load parameter '{key}'", value, "bytes_param")
+                parameters[key] = value.bytes_param
+            else:
+                raise InvalidArgument(f"unrecognized load parameter '{key}'.")
         await self._engine.load(request.model_name, parameters)
         return pb.RepositoryModelLoadResponse()
 
@@ -346,7 +349,7 @@ class Servicer:
                 values[key] = None
             elif key == "trace_level":
                 values[key] = given
-            elif len(given) > 1 and key in _TRACE_SETTINGS:
+            elif len(given) > 1 and key in _TRACE_NUMBERS:
                 raise InvalidArgument(f"expect only 1 value for '{key}'")
             else:
                 values[key] = given[0]
@@ -390,13 +393,10 @@ class Method:
     async def __call__(self, data: bytes, metadata: Metadata, peer: str) -> bytes:
         if self._guard is not None:
             _check(self._guard, metadata)
-        request = None
-        if self._request_type is not None:
-            try:
-                request = self._request_type.FromString(data)
-            except Exception as error:  # protobuf's DecodeError, whose class differs between its implementations
-                name = self._request_type.DESCRIPTOR.name
-                raise InvalidArgument(f"the request is not a valid {name}: {error}") from error
+        try:
+            request = self._request_type.FromString(data)
+        except Exception as error:  # protobuf's DecodeError, whose class differs between its implementations
+            raise unreadable() from error
         if self._delay_s:
             # Not in a `finally`: compiled, the error of one call came out of the next.
             answered = ensure_future(self._act(request, peer))
@@ -408,17 +408,19 @@ class Method:
         return response if isinstance(response, bytes) else bytes(response.SerializeToString())
 
 
+#: On the wire the same as grpc.health.v1.HealthCheckRequest: a string, which is not looked at.
+_HEALTH_CHECK_REQUEST = pb.SystemSharedMemoryStatusRequest
 #: grpc.health.v1.HealthCheckResponse with the status SERVING and NOT_SERVING.
 _SERVING = b"\x08\x01"
 _NOT_SERVING = b"\x08\x02"
 
-_TRACE_SETTINGS = frozenset(("trace_file", "trace_rate", "trace_count", "log_frequency", "trace_mode"))
+_TRACE_NUMBERS = frozenset(("trace_rate", "trace_count", "log_frequency"))
 #: Setting -> (the field its value must be in, the name of its type in error texts).
 _LOG_SETTINGS = {
     "log_info": ("bool_param", "boolean"),
     "log_warning": ("bool_param", "boolean"),
     "log_error": ("bool_param", "boolean"),
-    "log_verbose_level": ("uint32_param", "uint32"),
+    "log_verbose_level": ("uint32_param", "int32"),
     "log_format": ("string_param", "string"),
 }
 

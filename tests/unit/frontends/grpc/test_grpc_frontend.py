@@ -596,6 +596,14 @@ async def test_the_repository(connect: Connect) -> None:
             "invalid value type for load parameter 'config', expected string_param.",
         ),
         (
+            "RepositoryModelLoad",
+            pb.RepositoryModelLoadRequest(
+                model_name="m", parameters={"colour": pb.ModelRepositoryParameter(string_param="red")}
+            ),
+            StatusCode.INVALID_ARGUMENT,
+            "unrecognized load parameter 'colour'.",
+        ),
+        (
             "RepositoryModelUnload",
             pb.RepositoryModelUnloadRequest(
                 model_name="m", parameters={"unload_dependents": pb.ModelRepositoryParameter(string_param="x")}
@@ -742,6 +750,7 @@ async def test_trace_settings(connect: Connect) -> None:
             "expect only 1 value for 'trace_rate'",
         )
         assert await connection.refusal(call("nonesuch")) == (invalid, "Request for unknown model : nonesuch")
+        await call(trace_mode=["a", "b"], colour=["a", "b"])  # clients cannot change it
 
 
 async def test_log_settings(connect: Connect) -> None:
@@ -762,6 +771,7 @@ async def test_log_settings(connect: Connect) -> None:
         for key, value, code, text in (
             ("log_info", setting(string_param="no"), invalid, "expect boolean for 'log_info'"),
             ("log_info", setting(), invalid, "expect boolean for 'log_info'"),
+            ("log_verbose_level", setting(bool_param=True), invalid, "expect int32 for 'log_verbose_level'"),
             ("log_format", setting(string_param="x"), invalid, "invalid argument for log_format, got: x"),
             (
                 "log_file",
@@ -807,11 +817,13 @@ async def test_unknown_methods(connect: Connect, path: str) -> None:
 
 async def test_malformed_messages(connect: Connect) -> None:
     async with connect() as connection:
-        for method in ("ModelInfer", "ModelReady"):
-            call = connection.channel.unary_unary(f"/inference.GRPCInferenceService/{method}")
-            code, text = await connection.refusal(call(b"\xff\xff\xff"))
-            assert code is StatusCode.INVALID_ARGUMENT
-            assert text.startswith(f"the request is not a valid {method}Request")
+        for method in (
+            "inference.GRPCInferenceService/ModelInfer",
+            "inference.GRPCInferenceService/ModelReady",
+            "grpc.health.v1.Health/Check",
+        ):
+            call = connection.channel.unary_unary(f"/{method}")
+            assert await connection.refusal(call(b"\xff\xff\xff")) == (StatusCode.INTERNAL, "Unable to parse request")
 
 
 # ---------------------------------------------------------------- start and stop
