@@ -285,8 +285,9 @@ def test_ensembles_bring_their_members_and_can_take_them_along(explicit, client,
     client.load(name)
     assert client.do(name) == "from b"
     client.unload(f"{name}_b")
-    until(lambda: client.index()[name, "1"][0] == "UNAVAILABLE", "an ensemble without a member does not serve")
-    assert f"{name}_b" in client.index()[name, "1"][1]
+    unloaded = ("UNAVAILABLE", "unloaded")
+    until(lambda: client.index()[name, "1"] == unloaded, "an ensemble without a member does not serve")
+    assert f"ensemble {name} contains models that are not available or ambiguous: {name}_b" in explicit.log
     client.load(f"{name}_b")
     until(lambda: client.index()[name, "1"] == ("READY", ""), "it serves when the member is back")
     assert client.do(name) == "from b"

@@ -205,9 +205,9 @@ class ModelManager:
         await self._want_members(source)
         models |= self._with_members(source.members)
         self._reconcile()
-        # Until the model rests, and the ensembles that are made anew because of it.
+        # Until the model rests, its members, and the ensembles that are made anew because of it.
         while record.source is not None and (
-            record.loading is not None or self._is_pending(record) or self._above_loads(name)
+            self._is_pending(record) or self._any_loads(self._with_members([name])) or self._above_loads(name)
         ):
             await self.next_change()
         if record.source is None:
@@ -292,6 +292,9 @@ class ModelManager:
                 if record is not None and record.source is not None:
                     waiting += record.source.members
         return found
+
+    def _any_loads(self, names: Iterable[str]) -> bool:
+        return any(name in self._records and self._records[name].loading is not None for name in names)
 
     def _above_loads(self, name: str) -> bool:
         """Whether an ensemble made of the model is being loaded."""
@@ -404,14 +407,15 @@ class ModelManager:
         errors: dict[int, NaiadError] = {}
         versions: tuple[int, ...] = ()
         in_place: dict[int, Model] = {}
-        before = dict(record.states)
         try:
             draft, versions = await self._choose(source)
             for version in versions:
                 self._log.info(f"loading: {record.name}:{version}")
                 model = record.models.get(version)
                 if model is None:
-                    record.states[version] = ("LOADING", "")
+                    # Triton begins to load an ensemble when it has found that it can be served.
+                    if not draft.is_ensemble:
+                        record.states[version] = ("LOADING", "")
                 elif self._needs_only_instances(model, source):
                     in_place[version] = model
             results = await self._all_of([self._load_version(source, v, in_place.get(v)) for v in versions])
@@ -436,10 +440,7 @@ class ModelManager:
                     )
                 )
         except Exception as error:
-            self._update_failed(record, generation, versions, in_place, errors, error)
-            if source.members:
-                # Triton begins to load an ensemble when it has found that it can be served.
-                record.states = before
+            self._update_failed(record, source, generation, versions, in_place, errors, error)
             for model in loaded.values():
                 self._discard(model)
             for update in updates.values():
@@ -509,6 +510,7 @@ class ModelManager:
     def _update_failed(
         self,
         record: Record,
+        source: Source,
         generation: object,
         versions: tuple[int, ...],
         in_place: Mapping[int, Model],
@@ -530,13 +532,13 @@ class ModelManager:
             reason = with_kind(errors[version]) if version in errors else "unloaded"
             if version in errors:
                 self._log.error(f"failed to load '{record.name}' version {version}: {reason}{_advised(errors[version])}")
-            if version not in record.models:
+            if version not in record.models and not source.members:
                 record.states[version] = ("UNAVAILABLE", reason)
             elif version in errors and version in in_place:
                 record.states[version] = ("READY", reason)
         if versions:
             self._log.info(f"failed to load '{record.name}'")
-        elif not record.members:
+        elif isinstance(source.draft, Draft) and not source.draft.is_ensemble:
             record.has_no_version = True
 
     def _update_done(

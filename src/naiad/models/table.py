@@ -87,10 +87,6 @@ class Record:
     has_no_version: bool = False
 
     @property
-    def members(self) -> tuple[str, ...]:
-        return self.source.members if self.source is not None else ()
-
-    @property
     def is_on_its_way(self) -> bool:
         """Whether it is wanted, and neither serves nor has failed."""
         return self.source is not None and not self.blocked and not self.models and self.error is None

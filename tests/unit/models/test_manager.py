@@ -289,6 +289,91 @@ async def test_of_an_unloaded_model_only_its_versions_are_kept(models: Models) -
     assert table.index({"a": 1}) == [IndexEntry("a", "1", "READY")]
 
 
+async def test_what_has_failed_says_so_until_it_has_been_loaded(models: Models) -> None:
+    table = models.manager.table
+    failed = [IndexEntry("a", "1", "UNAVAILABLE", "Invalid argument: no weights")]
+    models.loader.errors["a"] = InvalidArgument("no weights")
+    models.loader.go("a", "a")
+    with pytest.raises(InvalidArgument):
+        await models.load("a")
+    assert (table.index({"a": 1}), table.all_ready()) == (failed, False)
+    await models.unload("a")
+    assert (table.index({"a": 1}), table.all_ready()) == (failed, False)
+    with pytest.raises(NotFound, match="'a' has no available versions"):
+        table.lookup("a")
+    del models.loader.errors["a"]
+    await models.load("a")
+    assert table.all_ready()
+    await models.unload("a")
+    while table.records:
+        await models.manager.next_change()
+    assert table.index({"a": 1}) == [IndexEntry("a", "1", "UNAVAILABLE", "unloaded")]
+    assert table.all_ready()
+
+
+async def test_a_version_that_has_failed_is_listed_when_its_folder_is_gone(models: Models) -> None:
+    table = models.manager.table
+    models.loader.go("a", "a", "a")
+    await models.load("a")
+    (models.path / "a" / "2").mkdir()
+    models.loader.errors["a"] = InvalidArgument("no weights")
+    with pytest.raises(InvalidArgument):
+        await models.load("a")
+    (models.path / "a" / "2").rmdir()
+    (models.path / "a" / "1").rename(models.path / "a" / "3")
+    del models.loader.errors["a"]
+    await models.load("a")
+    while any(entry.state == "UNLOADING" for entry in table.index({"a": 1})):
+        await models.manager.next_change()
+    assert table.index({"a": 1}) == [
+        IndexEntry("a", "1", "UNAVAILABLE", "unloaded"),
+        IndexEntry("a", "2", "UNAVAILABLE", "Invalid argument: no weights"),
+        IndexEntry("a", "3", "READY"),
+    ]
+    assert not table.all_ready()
+
+
+async def test_a_model_that_had_no_version_to_load_is_not_listed_and_not_forgotten(models: Models) -> None:
+    table = models.manager.table
+    (models.path / "a" / "1").rename(models.path / "a" / "x")
+    with pytest.raises(InvalidArgument, match="at least one version must be available"):
+        await models.load("a")
+    for _ in range(2):
+        assert (table.index({"a": 1}), table.all_ready()) == ([], False)
+        await models.unload("a")
+    (models.path / "a" / "x").rename(models.path / "a" / "1")
+    models.loader.go("a")
+    await models.load("a")
+    assert (table.index({"a": 1}), table.all_ready()) == ([IndexEntry("a", "1", "READY")], True)
+
+
+@pytest.mark.parametrize("fails", ["not there", "refused"])
+async def test_an_ensemble_that_cannot_be_served_was_never_to_be_loaded(models: Models, fails: str) -> None:
+    table = models.manager.table
+    models.write_ensemble("e", "a", "nobody" if fails == "not there" else "b")
+    models.loader.errors["e"] = InvalidArgument("shapes differ")
+    models.loader.go("a", "b", "e")
+    with pytest.raises(InvalidArgument):
+        await models.load("e")
+    # Its members have been loaded when the answer comes.
+    assert table.index({"a": 1, "e": 1}) == [IndexEntry("a", "1", "READY"), IndexEntry("e")]
+    assert table.all_ready()
+    await models.unload("e")
+    assert table.index({"e": 1}) == [IndexEntry("e")]
+
+
+async def test_an_ensemble_whose_member_has_gone_is_unloaded(models: Models) -> None:
+    table = models.manager.table
+    models.write_ensemble("e", "a")
+    models.loader.go("a", "e")
+    await models.load("e")
+    await models.unload("a")
+    unloaded = [IndexEntry(name, "1", "UNAVAILABLE", "unloaded") for name in ("a", "e")]
+    while table.index({"a": 1, "e": 1}) != unloaded:
+        await models.manager.next_change()
+    assert table.all_ready()
+
+
 async def test_requests_do_not_keep_a_server_that_stops(models: Models) -> None:
     first = models.load("a")
     await models.loading("a")
