@@ -531,7 +531,9 @@ class ModelManager:
         for version in versions:
             reason = with_kind(errors[version]) if version in errors else "unloaded"
             if version in errors:
-                self._log.error(f"failed to load '{record.name}' version {version}: {reason}{_advised(errors[version])}")
+                self._log.error(
+                    f"failed to load '{record.name}' version {version}: {reason}{_advised(errors[version])}"
+                )
             if version not in record.models and not source.members:
                 record.states[version] = ("UNAVAILABLE", reason)
             elif version in errors and version in in_place:
