@@ -7,7 +7,8 @@ import httptools
 
 
 class RequestHeaders:
-    """The headers of a request. Names are looked up in lower case; `items` has them as they were sent."""
+    """The headers of a request. Names are looked up in lower case, of several values the first counts; `items` has them
+    as they were sent."""
 
     __slots__ = ("_pairs", "_values")
 
@@ -16,7 +17,7 @@ class RequestHeaders:
         self._pairs: list[tuple[bytes, bytes]] = []
 
     def add(self, name: bytes, value: bytes) -> None:
-        self._values[name.lower()] = value
+        self._values.setdefault(name.lower(), value)
         self._pairs.append((name, value))
 
     def get(self, key: str, default: str | None = None) -> str | None:
@@ -54,8 +55,12 @@ class Head:
         self.path = _path(reading.url)
         self.keep_alive = reading.keep_alive
         self.is_http_1_0 = parser.get_http_version() == "1.0"
+        if not reading.url:
+            raise httptools.HttpParserError("a head of empty lines")
         length = headers.get("content-length")
         encoding = headers.get("transfer-encoding")
+        if encoding is not None:
+            encoding = ",".join([value for name, value in headers.items() if name.lower() == "transfer-encoding"])
         self.is_chunked = encoding is not None
         if encoding is not None and encoding.rpartition(",")[2].strip().lower() != "chunked":
             raise httptools.HttpParserError(f"the end of a body with Transfer-Encoding {encoding} cannot be found")

@@ -217,10 +217,12 @@ def _load_parameters(exchange: Exchange) -> dict[str, str | bytes]:
     if "parameters" in document:
         given = members(document["parameters"])
         for key in given:
+            text = string_member(given, key)
             if key == "config":
-                parameters[key] = string_member(given, key)
+                parameters[key] = text
             elif key.startswith("file:"):
-                parameters[key] = _from_base64(string_member(given, key), f"'{key}' must be valid base64")
+                # As Triton's decoder: without its padding, and among characters that mean nothing.
+                parameters[key] = _from_base64(text + "==", f"'{key}' must be valid base64", strict=False)
             else:
                 raise Internal("unexpected error on creating Triton parameter")
     return parameters
@@ -232,8 +234,8 @@ def _expect_region_name(name: str, kind: str) -> None:
         raise InvalidArgument(f"'region name' is necessary to register {kind} shared memory region")
 
 
-def _from_base64(text: str, complaint: str) -> bytes:
+def _from_base64(text: str, complaint: str, strict: bool = True) -> bytes:
     try:
-        return base64.b64decode(text, validate=True)
+        return base64.b64decode(text, validate=strict)
     except (binascii.Error, ValueError) as error:
         raise InvalidArgument(complaint) from error

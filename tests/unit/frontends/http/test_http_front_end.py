@@ -556,8 +556,14 @@ class TestManagement:
         answer = await client.post("/v2/repository/models/m/load")
         assert (answer.status, answer.headers["content-type"], answer.body) == (200, "application/json", b"")
         await client.post("/v2/repository/models/m/load", {"parameters": {"config": "{}", "file:1/model.py": "YWJj"}})
+        await client.post("/v2/repository/models/m/load", {"parameters": {"file:1/model.py": "Y%WI"}})
         await client.post("/v2/repository/models/m/unload", {"parameters": {"unload_dependents": True}})
-        assert engine.loaded == [("m", {}), ("m", {"config": "{}", "file:1/model.py": b"abc"}), ("m", True)]
+        assert engine.loaded == [
+            ("m", {}),
+            ("m", {"config": "{}", "file:1/model.py": b"abc"}),
+            ("m", {"file:1/model.py": b"ab"}),
+            ("m", True),
+        ]
 
     @pytest.mark.parametrize("body", [b"{", b"[]", {"parameters": 1}, {"parameters": {"unload_dependents": 1}}])
     async def test_unloading_does_without_a_body_that_cannot_be_read(
@@ -582,6 +588,7 @@ class TestManagement:
             (b"{", "failed to parse the request JSON buffer: Missing a name for object member. at 1"),
             ({"parameters": [1]}, "attempt to get members for non-object"),
             ({"parameters": {"colour": "red"}}, "unexpected error on creating Triton parameter"),
+            ({"parameters": {"colour": 5}}, "attempt to access JSON non-string as string"),
             ({"parameters": {"config": 5}}, "attempt to access JSON non-string as string"),
         ],
     )

@@ -37,3 +37,21 @@ def test_bodies_must_have_an_end(encoding: str, is_known: bool, offer: str) -> N
 def test_two_lengths_stay_refused() -> None:
     with pytest.raises(httptools.HttpParserError):
         Head(b"POST /v2 HTTP/1.1\r\nContent-Length: 9\r\nContent-Length: 8\r\n\r\n")
+
+
+def test_the_last_of_several_encodings_counts() -> None:
+    head = b"POST /v2 HTTP/1.1\r\nTransfer-Encoding: %b\r\nTransfer-Encoding: %b\r\n\r\n"
+    assert Head(head % (b"gzip", b"chunked")).is_chunked
+    with pytest.raises(httptools.HttpParserError):
+        Head(head % (b"chunked", b"gzip"))
+
+
+def test_of_several_values_of_a_header_the_first_counts() -> None:
+    headers = Head(b"GET /v2 HTTP/1.1\r\nAccept-Encoding: gzip\r\naccept-encoding: identity\r\n\r\n").headers
+    assert headers.get("accept-encoding") == "gzip"
+
+
+def test_empty_lines_alone_are_no_head() -> None:
+    assert Head(b"\r\nGET /v2 HTTP/1.1\r\n\r\n").path == "/v2"
+    with pytest.raises(httptools.HttpParserError):
+        Head(b"\r\n\r\n")
