@@ -367,7 +367,7 @@ def _reply(outputs: Sequence[Message], regions: Regions, peer: str, empty_final:
             specs[name] = OutputSpec(name, True, 0, *region)
             if use is None:
                 use = RegionUse(regions, is_local_peer(peer))
-            written[name] = use.output(*region)
+            written[name] = use.output(name, *region)
     return Reply(plan_of(specs.values(), True), written, empty_final, use)
 
 

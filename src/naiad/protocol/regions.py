@@ -1,30 +1,49 @@
 """Shared memory that clients register: system regions (POSIX objects in /dev/shm) and CUDA regions.
 
-Owns the registry, the policy of who may use it and every check of a name, offset or size. Lives on the event loop.
+Owns the registry, the policy of who may use it and every check of a name, offset or size. Lives on the event loop, which
+does not wait for CUDA: a request with regions on GPUs begins when its inputs have been copied, and a result goes on when
+its outputs have been, both by the thread of `cuda_memory`.
 
 A system region is read and written through its file descriptor, not through a mapping: a client that shrinks or
 recreates the object while it is registered would end the whole server with SIGBUS at the next touch of a mapped page.
 It also means that the bytes a request was checked with are the bytes that are computed with.
 """
 
-import ctypes
+import asyncio
 import errno
 import ipaddress
+import logging
 import mmap
 import os
 import socket
 import stat
-import sysconfig
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
-from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from naiad.datatypes import Buffer
-from naiad.errors import AlreadyExists, Internal, InvalidArgument, NaiadError, NotFound, ResourceExhausted, Unsupported
-from naiad.messages import InferRequest, ResponseSink, Result
+from naiad.errors import (
+    AlreadyExists,
+    Cancelled,
+    Internal,
+    InvalidArgument,
+    NaiadError,
+    NotFound,
+    ResourceExhausted,
+    Unsupported,
+)
+from naiad.messages import InferRequest, InferResponse, ResponseSink, Result
+from naiad.protocol.cuda_memory import CudaMemory, cuda_thread
 
-_Call = TypeVar("_Call")
+_LOGGER = logging.getLogger(__name__)
+
+
+class Cancellable(Protocol):
+    def cancel(self) -> None: ...
+
+
+_Call = TypeVar("_Call", bound=Cancellable)
 
 #: Called with True when the use of a region begins, with False when it has ended.
 OnUse = Callable[[bool], None]
@@ -35,11 +54,7 @@ _RESERVED_PREFIX = "triton_python_backend_shm_region_"
 _OPEN_FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
-class Memory(Protocol):
-    """The bytes behind a region, from its first one on. Freed with the last reference to it."""
-
-    def read(self, offset: int, byte_size: int) -> Buffer: ...
-
+class _Writable(Protocol):
     def write(self, offset: int, data: Buffer) -> None: ...
 
 
@@ -48,7 +63,7 @@ class OutputRegion:
 
     __slots__ = ("_memory", "_offset", "byte_size")
 
-    def __init__(self, memory: Memory, offset: int, byte_size: int) -> None:
+    def __init__(self, memory: _Writable, offset: int, byte_size: int) -> None:
         self._memory = memory
         self._offset = offset
         self.byte_size = byte_size
@@ -108,112 +123,17 @@ class _SystemMemory:
         os.close(self.fd)
 
 
-class _IpcHandle(ctypes.Structure):
-    _fields_ = (("reserved", ctypes.c_char * 64),)
-
-
-class CudaRuntime:
-    """The few calls of the CUDA runtime that regions need. Raises OSError where the library is missing."""
-
-    _HOST_TO_DEVICE = 1
-    _DEVICE_TO_HOST = 2
-    _LAZY_PEER_ACCESS = 1
-
-    def __init__(self, library: ctypes.CDLL) -> None:
-        self._library = library
-        library.cudaIpcOpenMemHandle.argtypes = (ctypes.POINTER(ctypes.c_void_p), _IpcHandle, ctypes.c_uint)
-        library.cudaIpcCloseMemHandle.argtypes = (ctypes.c_void_p,)
-        library.cudaMemcpy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-        library.cudaSetDevice.argtypes = (ctypes.c_int,)
-        library.cudaGetErrorString.argtypes = (ctypes.c_int,)
-        library.cudaGetErrorString.restype = ctypes.c_char_p
-
-    def open(self, device_id: int, raw_handle: bytes) -> int:
-        """The device address of the memory a client exported. Raises OSError."""
-        self._check(self._library.cudaSetDevice(device_id))
-        address = ctypes.c_void_p()
-        handle = _IpcHandle.from_buffer_copy(raw_handle)
-        self._check(self._library.cudaIpcOpenMemHandle(ctypes.byref(address), handle, self._LAZY_PEER_ACCESS))
-        return address.value or 0
-
-    def close(self, device_id: int, address: int) -> None:
-        self._library.cudaSetDevice(device_id)
-        self._library.cudaIpcCloseMemHandle(address)
-
-    def read(self, device_id: int, address: int, byte_size: int) -> bytearray:
-        data = bytearray(byte_size)
-        target = (ctypes.c_char * byte_size).from_buffer(data)
-        self._check(self._library.cudaSetDevice(device_id))
-        self._check(self._library.cudaMemcpy(ctypes.addressof(target), address, byte_size, self._DEVICE_TO_HOST))
-        return data
-
-    def write(self, device_id: int, address: int, data: Buffer) -> None:
-        raw = bytes(data)
-        self._check(self._library.cudaSetDevice(device_id))
-        self._check(self._library.cudaMemcpy(address, raw, len(raw), self._HOST_TO_DEVICE))
-
-    def _check(self, code: int) -> None:
-        if code:
-            raise OSError(code, self._library.cudaGetErrorString(code).decode())
-
-
-@lru_cache(maxsize=1)
-def cuda_runtime() -> CudaRuntime | None:
-    """The CUDA runtime of this machine, or None. Loaded when the first client wants to register CUDA memory."""
-    names = [f"libcudart.so{suffix}" for suffix in ("", ".13", ".12", ".11.0")]
-    # Frameworks from PyPI bring the runtime along in the package `nvidia`, outside of the loader's path.
-    packages = Path(sysconfig.get_path("purelib"))
-    names += [str(path) for path in sorted(packages.glob("nvidia/*/lib/libcudart.so.*"))]
-    for name in names:
-        try:
-            return CudaRuntime(ctypes.CDLL(name))
-        except (OSError, AttributeError):
-            continue
-    return None
-
-
-class _CudaMemory:
-    """An allocation of a client on a device."""
-
-    def __init__(self, runtime: CudaRuntime, device_id: int, raw_handle: bytes) -> None:
-        self._runtime = runtime
-        self._device_id = device_id
-        self._address = 0
-        self._address = runtime.open(device_id, raw_handle)
-
-    def read(self, offset: int, byte_size: int) -> Buffer:
-        try:
-            return self._runtime.read(self._device_id, self._address + offset, byte_size)
-        except OSError as error:
-            raise Internal(f"failed to copy data from CUDA shared memory: {error.strerror}") from error
-
-    def write(self, offset: int, data: Buffer) -> None:
-        try:
-            self._runtime.write(self._device_id, self._address + offset, data)
-        except OSError as error:
-            raise Internal(f"failed to copy data to CUDA shared memory: {error.strerror}") from error
-
-    def __del__(self) -> None:
-        if self._address:
-            self._runtime.close(self._device_id, self._address)
-
-
-def _open_cuda(raw_handle: bytes, device_id: int) -> Memory:
-    runtime = cuda_runtime()
-    if runtime is None or device_id < 0 or len(raw_handle) != ctypes.sizeof(_IpcHandle):
-        raise InvalidArgument("failed to register shared memory region: invalid args")
-    try:
-        return _CudaMemory(runtime, device_id, raw_handle)
-    except OSError as error:
-        raise InvalidArgument("failed to register shared memory region: invalid args") from error
-
-
 class _Region:
-    """A registered region: `key` and `offset` of a system one, `device_id` of a CUDA one; `uses` counts inferences."""
+    """A registered region: `key` and `offset` of a system one, `device_id` of a CUDA one; `uses` counts inferences.
+
+    The memory is freed with the last reference to it.
+    """
 
     __slots__ = ("byte_size", "device_id", "key", "memory", "offset", "uses")
 
-    def __init__(self, memory: Memory, byte_size: int, key: str = "", offset: int = 0, device_id: int = -1) -> None:
+    def __init__(
+        self, memory: "_SystemMemory | CudaMemory", byte_size: int, key: str = "", offset: int = 0, device_id: int = -1
+    ) -> None:
         self.memory = memory
         self.byte_size = byte_size
         self.key = key
@@ -231,7 +151,7 @@ class _AdoptedRegion(_Region):
 
     __slots__ = ("_on_use", "_uses")
 
-    def __init__(self, on_use: OnUse, memory: Memory, byte_size: int, **place: Any) -> None:
+    def __init__(self, on_use: OnUse, memory: "_SystemMemory | CudaMemory", byte_size: int, **place: Any) -> None:
         self._on_use = on_use
         self._uses = 0
         super().__init__(memory, byte_size, **place)
@@ -277,24 +197,37 @@ class Regions:
         memory = self._open(name, key, offset, byte_size)
         self._regions[name] = _Region(memory, byte_size, key=key, offset=offset)
 
-    def register_cuda(self, name: str, raw_handle: bytes, device_id: int, byte_size: int, local: bool = True) -> None:
+    async def register_cuda(
+        self, name: str, raw_handle: bytes, device_id: int, byte_size: int, local: bool = True
+    ) -> None:
         """Registers the device memory behind a 64-byte CUDA IPC handle."""
         self._admit(name, local)
-        self._regions[name] = _Region(_open_cuda(raw_handle, device_id), byte_size, device_id=device_id)
+        memory = CudaMemory(name, raw_handle, device_id, byte_size)
+        await asyncio.wrap_future(memory.opened)
+        # Another client may have been faster.
+        self._admit(name, local)
+        self._regions[name] = _Region(memory, byte_size, device_id=device_id)
 
     def adopt_system(self, name: str, fd: int, key: str, offset: int, byte_size: int, on_use: OnUse) -> None:
         """A system region that another process has registered. Takes the descriptor over."""
         self._regions[name] = _AdoptedRegion(on_use, _SystemMemory(fd, offset, key), byte_size, key=key, offset=offset)
 
-    def adopt_cuda(self, name: str, raw_handle: bytes, device_id: int, byte_size: int, on_use: OnUse) -> None:
-        """A CUDA region that another process has registered. Raises InvalidArgument where it cannot be opened here."""
-        memory = _open_cuda(raw_handle, device_id)
+    def adopt_cuda(
+        self, name: str, raw_handle: bytes, device_id: int, byte_size: int, on_use: OnUse
+    ) -> "asyncio.Future[None]":
+        """A CUDA region that another process has registered; done when it is open. Raises InvalidArgument, as the future
+        does, where it cannot be opened here."""
+        memory = CudaMemory(name, raw_handle, device_id, byte_size)
         self._regions[name] = _AdoptedRegion(on_use, memory, byte_size, device_id=device_id)
+        return asyncio.wrap_future(memory.opened)
 
-    def drop(self, names: Iterable[str]) -> None:
-        """Forgets regions, whoever uses them."""
-        for name in names:
-            self._regions.pop(name, None)
+    def drop(self, names: Iterable[str]) -> "asyncio.Future[None] | None":
+        """Forgets regions, whoever uses them. Memory of GPUs among them that nobody uses is closed when the future is
+        done."""
+        dropped = [self._regions.pop(name, None) for name in names]
+        has_cuda = any(region is not None and region.is_cuda for region in dropped)
+        del dropped
+        return asyncio.ensure_future(cuda_thread.settled()) if has_cuda else None
 
     def unregister_system(self, name: str = "") -> None:
         """Forgets one system region, or all; a name that is not there, or is CUDA memory, is no error.
@@ -303,8 +236,10 @@ class Regions:
         """
         self._forget(name, cuda=False)
 
-    def unregister_cuda(self, name: str = "") -> None:
+    async def unregister_cuda(self, name: str = "") -> None:
+        """As `unregister_system`. When it is done the memory is closed, and its owner may free it."""
         self._forget(name, cuda=True)
+        await cuda_thread.settled()
 
     def status_system(self, name: str = "") -> list[tuple[str, str, int, int]]:
         """`(name, key, offset, byte_size)` of one system region, or of all in the order of their names."""
@@ -343,7 +278,7 @@ class Regions:
                 "unregister some first"
             )
 
-    def _open(self, name: str, key: str, offset: int, byte_size: int) -> Memory:
+    def _open(self, name: str, key: str, offset: int, byte_size: int) -> _SystemMemory:
         entry = key.lstrip("/")
         if entry.startswith(_RESERVED_PREFIX):
             raise InvalidArgument(
@@ -411,37 +346,180 @@ class Regions:
 class RegionUse:
     """The way of one request to the regions, which remembers those that it uses."""
 
-    __slots__ = ("_local", "_regions", "_used")
+    __slots__ = ("_copies", "_local", "_regions", "_used")
 
     def __init__(self, regions: Regions, local: bool) -> None:
         self._regions = regions
         self._local = local
         self._used: list[_Region] = []
+        #: None without regions on GPUs.
+        self._copies: _Copies | None = None
 
     def input(self, name: str, offset: int, byte_size: int) -> Buffer:
-        """A copy of part of a region. Raises what `Regions.part` does."""
+        """A copy of part of a region; of one on a GPU its place, which is filled when the inference begins. Raises what
+        `Regions.part` does."""
         region = self._regions.part(name, offset, byte_size, self._local)
         self._used.append(region)
-        return region.memory.read(offset, byte_size)
+        memory = region.memory
+        if isinstance(memory, CudaMemory):
+            return self._cuda_copies().input(memory, offset, byte_size)
+        return memory.read(offset, byte_size)
 
-    def output(self, name: str, offset: int, byte_size: int) -> OutputRegion:
-        """Part of a region for an output to be written to. Raises what `Regions.part` does."""
+    def output(self, tensor: str, name: str, offset: int, byte_size: int) -> OutputRegion:
+        """Part of a region for the output `tensor` to be written to. Raises what `Regions.part` does."""
         region = self._regions.part(name, offset, byte_size, self._local)
         self._used.append(region)
-        return OutputRegion(region.memory, offset, byte_size)
+        memory = region.memory
+        if isinstance(memory, CudaMemory):
+            return self._cuda_copies().output(tensor, memory, offset, byte_size)
+        return OutputRegion(memory, offset, byte_size)
 
     def during(
         self, infer: Callable[..., _Call], request: InferRequest, sink: ResponseSink, model: object = None
-    ) -> _Call:
+    ) -> "_Call | CopyingCall[_Call]":
         """Begins an inference; the regions cannot be unregistered until its last result has been sent."""
         if not self._used:
             return infer(request, sink, model)
         holding = _HoldingSink(sink, self._used)
+        if self._copies is not None:
+            return CopyingCall(infer, request, holding, self._copies)
         try:
             return infer(request, holding, model)
         except BaseException:
             holding.release()
             raise
+
+    def _cuda_copies(self) -> "_Copies":
+        if self._copies is None:
+            self._copies = _Copies()
+        return self._copies
+
+
+class _Copies:
+    """What is to be copied from and to GPUs for one request. `read` and `write` are for the thread."""
+
+    __slots__ = ("_inputs", "outputs")
+
+    def __init__(self) -> None:
+        self._inputs: list[tuple[CudaMemory, int, memoryview]] = []
+        #: Where outputs go, by their names.
+        self.outputs: dict[str, OutputRegion] = {}
+
+    def input(self, memory: CudaMemory, offset: int, byte_size: int) -> Buffer:
+        if not byte_size:
+            return b""
+        # Pages that nobody has touched, so that filling them is the thread's work altogether.
+        target = memoryview(mmap.mmap(-1, byte_size))
+        self._inputs.append((memory, offset, target))
+        return target
+
+    def output(self, tensor: str, memory: CudaMemory, offset: int, byte_size: int) -> OutputRegion:
+        self.outputs[tensor] = OutputRegion(memory, offset, byte_size)
+        # For those who encode the response, at which time it is there already.
+        return OutputRegion(_ALREADY_WRITTEN, offset, byte_size)
+
+    def clear(self) -> None:
+        self._inputs.clear()
+        self.outputs.clear()
+
+    def read(self) -> None:
+        """Raises Internal."""
+        for memory, offset, target in self._inputs:
+            memory.read(offset, target)
+
+    def write(self, response: InferResponse) -> None:
+        """Raises Internal."""
+        for tensor in response.outputs:
+            output = self.outputs.get(tensor.name)
+            if output is not None:
+                output.write(tensor.name, tensor.data)
+
+
+class _AlreadyWritten:
+    def write(self, offset: int, data: Buffer) -> None:
+        pass
+
+
+_ALREADY_WRITTEN = _AlreadyWritten()
+
+
+class CopyingCall(Generic[_Call]):
+    """An inference with regions on GPUs. What it sends goes on to `sink`, in the same order.
+
+    What `infer` refuses goes there too, as an error that is `refused`.
+    """
+
+    __slots__ = ("_call", "_copies", "_infer", "_is_answered", "_is_cancelled", "_sink", "_task", "_waiting", "begun")
+
+    def __init__(self, infer: Callable[..., _Call], request: InferRequest, sink: ResponseSink, copies: _Copies) -> None:
+        self._infer = infer
+        self._sink = sink
+        self._copies = copies
+        self._call: _Call | None = None
+        self._is_answered = False
+        self._is_cancelled = False
+        #: Results behind one whose outputs are being copied, which is the first.
+        self._waiting: deque[tuple[Result | None, bool]] = deque()
+        #: Done when the inference has begun, or has been refused.
+        self.begun: asyncio.Task[None] = asyncio.get_running_loop().create_task(self._begin(request))
+        self._task: asyncio.Task[None] = self.begun
+
+    def cancel(self) -> None:
+        self._is_cancelled = True
+        if self._call is not None:
+            self._call.cancel()
+
+    async def _begin(self, request: InferRequest) -> None:
+        try:
+            await cuda_thread.call(self._copies.read)
+            if self._is_cancelled:
+                raise Cancelled("")
+            # The model may be another one by now.
+            call = self._infer(request, self, None)
+            if not self._is_answered:
+                self._call = call
+        except NaiadError as error:
+            error.refused = True
+            self._pass(error, True)
+        except Exception as error:
+            _LOGGER.exception("a request with regions on GPUs failed")
+            self._pass(Internal(f"unexpected error: {error}"), True)
+
+    def send(self, result: Result | None, final: bool) -> None:
+        if self._waiting:
+            self._waiting.append((_owned(result), final))
+        elif isinstance(result, InferResponse) and self._copies.outputs:
+            self._waiting.append((_owned(result), final))
+            self._task = asyncio.get_running_loop().create_task(self._pass_on())
+        else:
+            self._pass(result, final)
+
+    async def _pass_on(self) -> None:
+        while self._waiting:
+            result, final = self._waiting[0]
+            if isinstance(result, InferResponse):
+                try:
+                    await cuda_thread.call(self._copies.write, result)
+                except NaiadError as error:
+                    result = error
+                except Exception as error:
+                    _LOGGER.exception("outputs could not be copied to GPUs")
+                    result = Internal(f"unexpected error: {error}")
+            # Not before: what comes meanwhile has to wait behind it.
+            self._waiting.popleft()
+            self._pass(result, final)
+
+    def _pass(self, result: Result | None, final: bool) -> None:
+        self._sink.send(result, final)
+        if final:
+            # Whoever still holds this call, or a traceback of it, shall not hold memory of a GPU.
+            self._is_answered = True
+            self._call = None
+            self._copies.clear()
+
+
+def _owned(result: Result | None) -> Result | None:
+    return result.owned() if isinstance(result, InferResponse) else result
 
 
 class _HoldingSink:
@@ -465,7 +543,8 @@ class _HoldingSink:
     def release(self) -> None:
         for region in self._used:
             region.uses -= 1
-        self._used = []
+        # The request's own list: nothing of it is used any more.
+        self._used.clear()
 
 
 def _by_name(item: tuple[str, _Region]) -> str:

@@ -1,15 +1,20 @@
 """Shared-memory regions: what may be registered, what may be read and written, who may, and for how long."""
 
+import asyncio
 import ctypes
 import gc
 import os
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from naiad.datatypes import DataType
 from naiad.errors import (
     AlreadyExists,
+    Cancelled,
     Internal,
     InvalidArgument,
     NaiadError,
@@ -17,9 +22,11 @@ from naiad.errors import (
     ResourceExhausted,
     Unsupported,
 )
-from naiad.messages import InferRequest, ResponseSink, Result
-from naiad.protocol import regions as regions_module
-from naiad.protocol.regions import CudaRuntime, Regions, RegionUse, is_local_peer
+from naiad.messages import InferRequest, InferResponse, ResponseSink, Result, Tensor
+from naiad.protocol import cuda_memory
+from naiad.protocol.cuda_memory import CudaRuntime, CudaThread, cuda_thread
+from naiad.protocol.regions import CopyingCall, OutputRegion, Regions, RegionUse, is_local_peer
+from tests.unit.fake_cuda import HANDLE, OTHER, FakeCuda
 
 INVALID = "failed to register shared memory region 'r': invalid args"
 UNMAPPABLE = "failed to register shared memory region 'r': unable to process address spaceInvalid argument"
@@ -134,7 +141,7 @@ def test_input_reads_relative_to_the_region(regions: Regions) -> None:
 
 def test_output_writes_there_and_only_there(regions: Regions, shm: Path) -> None:
     regions.register_system("r", "/small", 0, 64)
-    output = RegionUse(regions, True).output("r", 8, 4)
+    output = RegionUse(regions, True).output("OUT", "r", 8, 4)
     output.write("OUT", memoryview(b"abc"))
     assert (shm / "small").read_bytes()[7:12] == b"\x07abc\x0b"
     output.write("OUT", b"")
@@ -160,7 +167,7 @@ def test_output_writes_there_and_only_there(regions: Regions, shm: Path) -> None
 def test_parts_outside_of_a_region_are_refused(regions: Regions, offset: int, byte_size: int, text: str) -> None:
     regions.register_system("r", "/small", 0, 64)
     use = RegionUse(regions, True)
-    for part in (use.input, use.output):
+    for part in (use.input, partial(use.output, "OUT")):
         with pytest.raises(InvalidArgument) as caught:
             part("r", offset, byte_size)
         assert caught.value.message == text
@@ -178,7 +185,7 @@ def test_unknown_regions(regions: Regions) -> None:
 
 def test_a_region_that_is_forgotten_stays_open_for_what_writes_to_it(regions: Regions, shm: Path) -> None:
     regions.register_system("r", "/small", 0, 64)
-    output = RegionUse(regions, True).output("r", 0, 4)
+    output = RegionUse(regions, True).output("OUT", "r", 0, 4)
     regions.unregister_system("r")
     output.write("OUT", b"late")
     assert (shm / "small").read_bytes()[:4] == b"late"
@@ -206,11 +213,11 @@ def unregister_refusal(unregister: Callable[[str], None], name: str = "") -> str
 REQUEST = InferRequest("m", ())
 
 
-def test_regions_in_use_are_not_unregistered_before_the_last_result(regions: Regions) -> None:
+async def test_regions_in_use_are_not_unregistered_before_the_last_result(regions: Regions) -> None:
     for name in ("unused", "b", "a"):
         regions.register_system(name, "/small", 0, 64)
     use = RegionUse(regions, True)
-    use.output("b", 0, 4)
+    use.output("OUT", "b", 0, 4)
     for offset in (0, 4):
         use.input("a", offset, 4)
     sink = Sink(regions)
@@ -218,7 +225,7 @@ def test_regions_in_use_are_not_unregistered_before_the_last_result(regions: Reg
     assert unregister_refusal(regions.unregister_system, "a") == (
         "Cannot unregister shared memory region 'a', it is currently in use."
     )
-    regions.unregister_cuda()
+    await regions.unregister_cuda()
     assert unregister_refusal(regions.unregister_system) == (
         "Failed to unregister the following system shared memory regions: a ,b ,"
     )
@@ -258,7 +265,7 @@ def test_a_request_that_uses_no_region_is_passed_on_as_it_is(regions: Regions) -
 
 def test_an_object_that_shrinks_is_an_error_and_does_not_grow_again(regions: Regions, shm: Path) -> None:
     regions.register_system("r", "/small", 0, 64)
-    output = RegionUse(regions, True).output("r", 32, 8)
+    output = RegionUse(regions, True).output("OUT", "r", 32, 8)
     os.truncate(shm / "small", 16)
     with pytest.raises(InvalidArgument, match="'/small' has become smaller"):
         RegionUse(regions, True).input("r", 12, 8)
@@ -278,21 +285,20 @@ def test_an_object_that_shrinks_is_an_error_and_does_not_grow_again(regions: Reg
         ("false", False, False),
     ],
 )
-def test_who_may_use_shared_memory(shm: Path, allow: str, local: bool, permitted: bool) -> None:
+async def test_who_may_use_shared_memory(shm: Path, allow: str, local: bool, permitted: bool) -> None:
     regions = Regions(allow, directory=str(shm))  # type: ignore[arg-type]
     if permitted:
         regions.register_system("r", "/small", 0, 64, local=local)
         RegionUse(regions, local).input("r", 0, 4)
-        RegionUse(regions, local).output("r", 0, 4)
+        RegionUse(regions, local).output("OUT", "r", 0, 4)
         return
     text = "Client shared memory is disabled. Start the server with '--allow-client-shm=true' to enable."
-    for register in (
-        lambda: regions.register_system("r", "/small", 0, 64, local=local),
-        lambda: regions.register_cuda("r", bytes(64), 0, 64, local=local),
-    ):
-        with pytest.raises(Unsupported) as caught:
-            register()
-        assert caught.value.message == text
+    with pytest.raises(Unsupported) as caught:
+        regions.register_system("r", "/small", 0, 64, local=local)
+    assert caught.value.message == text
+    with pytest.raises(Unsupported) as caught:
+        await regions.register_cuda("r", bytes(64), 0, 64, local=local)
+    assert caught.value.message == text
     assert regions.status_system() == []
 
 
@@ -301,7 +307,7 @@ def test_regions_of_local_clients_are_not_for_others(regions: Regions) -> None:
     with pytest.raises(Unsupported):
         RegionUse(regions, False).input("r", 0, 4)
     with pytest.raises(Unsupported):
-        RegionUse(regions, False).output("r", 0, 4)
+        RegionUse(regions, False).output("OUT", "r", 0, 4)
 
 
 @pytest.mark.parametrize(
@@ -329,69 +335,255 @@ def test_which_peers_are_on_this_machine(peer: str, local: bool) -> None:
     assert is_local_peer(peer) is local
 
 
-class FakeCuda:
-    """A CUDA runtime whose device memory is a bytearray per handle."""
+def tensor(name: str, data: bytes | memoryview) -> Tensor:
+    return Tensor(name, DataType.UINT8, (len(data),), data)
+
+
+class Engine:
+    """Begins inferences: keeps the requests, and the sinks for their results."""
 
     def __init__(self) -> None:
-        self.memory = {b"h" * 64: bytearray(64)}
-        self.open_handles: dict[int, bytes] = {}
+        self.inputs: list[bytes] = []
+        self.models: list[object] = []
+        self.cancelled = 0
+        self.sink: ResponseSink
+        self.refusal: Exception | None = None
 
-    def open(self, device_id: int, raw_handle: bytes) -> int:
-        if raw_handle not in self.memory or device_id != 0:
-            raise OSError(1, "invalid resource handle")
-        self.open_handles[1000] = raw_handle
-        return 1000
+    def infer(self, request: InferRequest, sink: ResponseSink, model: object) -> "Engine":
+        if self.refusal is not None:
+            raise self.refusal
+        self.inputs += [bytes(tensor.data) for tensor in request.inputs]
+        self.models.append(model)
+        self.sink = sink
+        return self
 
-    def close(self, device_id: int, address: int) -> None:
-        del self.open_handles[address]
-
-    def read(self, device_id: int, address: int, byte_size: int) -> bytearray:
-        return self.memory[self.open_handles[1000]][address - 1000 : address - 1000 + byte_size]
-
-    def write(self, device_id: int, address: int, data: bytes) -> None:
-        self.memory[self.open_handles[1000]][address - 1000 : address - 1000 + len(data)] = bytes(data)
-
-
-@pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
-    fake = FakeCuda()
-    monkeypatch.setattr(regions_module, "cuda_runtime", lambda: fake)
-    yield fake
-    gc.collect()
+    def cancel(self) -> None:
+        self.cancelled += 1
 
 
-def test_cuda_regions_are_read_and_written_on_the_device(regions: Regions, cuda: FakeCuda) -> None:
-    regions.register_cuda("c", b"h" * 64, 0, 64)
+class Client:
+    """Encodes responses as front ends do; `outputs` are those in regions, by name."""
+
+    def __init__(self, outputs: dict[str, OutputRegion] | None = None) -> None:
+        self.outputs = outputs or {}
+        self.results: list[object] = []
+        self.changed = asyncio.Event()
+
+    def send(self, result: Result | None, final: bool) -> None:
+        if isinstance(result, InferResponse):
+            for output in result.outputs:
+                if output.name in self.outputs:
+                    self.outputs[output.name].write(output.name, output.data)
+            self.results.append((result.id, final))
+        elif result is not None:
+            self.results.append((type(result), result.message, result.refused))
+        else:
+            self.results.append((None, final))
+        self.changed.set()
+
+    async def got(self, count: int) -> list[object]:
+        while len(self.results) < count:
+            self.changed.clear()
+            await asyncio.wait_for(self.changed.wait(), 20)
+        return self.results
+
+
+async def begun(call: object) -> None:
+    assert isinstance(call, CopyingCall)
+    await call.begun
+
+
+async def test_cuda_regions_are_read_and_written_by_another_thread(regions: Regions, cuda: FakeCuda) -> None:
+    await regions.register_cuda("c", HANDLE, 0, 64)
     assert regions.status_cuda() == [("c", 0, 64)]
     assert regions.status_system() == []
-    output = RegionUse(regions, True).output("c", 4, 4)
-    output.write("OUT", b"abcd")
-    assert bytes(RegionUse(regions, True).input("c", 3, 6)) == b"\0abcd\0"
-    regions.unregister_cuda("c")
-    output.write("OUT", b"efgh")
-    assert bytes(cuda.memory[b"h" * 64][4:8]) == b"efgh"
-    del output
+    cuda.memory[HANDLE][:8] = b"abcdefgh"
+    use = RegionUse(regions, True)
+    data = use.input("c", 2, 4)
+    engine, client = Engine(), Client({"OUT": use.output("OUT", "c", 8, 4)})
+    cuda.free.clear()
+    call = use.during(engine.infer, InferRequest("m", (tensor("IN", data),)), client, "model")
+    await asyncio.sleep(0)
+    # The loop goes on while CUDA is at it.
+    assert engine.inputs == []
+    cuda.free.set()
+    await begun(call)
+    assert engine.inputs == [b"cdef"]
+    # It is asked for again: what it was may have been unloaded.
+    assert engine.models == [None]
+    arena = bytearray(b"WXYZ")
+    engine.sink.send(InferResponse("m", 1, "1", (tensor("OUT", memoryview(arena)),)), True)
+    # The arena is used again at once.
+    arena[:] = b"...."
+    assert await client.got(1) == [("1", True)]
+    assert bytes(cuda.memory[HANDLE][6:14]) == b"ghWXYZ\0\0"
+    assert cuda.threads == {"cuda"}
+    await regions.unregister_cuda("c")
+    # Who has sent it may still hold on to where it went.
+    assert regions.status_cuda() == []
+
+
+async def test_memory_is_closed_when_unregistering_is_done(regions: Regions, cuda: FakeCuda) -> None:
+    await regions.register_cuda("c", HANDLE, 0, 64)
+    await regions.register_cuda("d", OTHER, 0, 32)
+    await regions.unregister_cuda("c")
+    assert list(cuda.open_handles.values()) == [OTHER]
+    await regions.unregister_cuda()
     assert cuda.open_handles == {}
 
 
-def test_cuda_regions_in_use_are_not_unregistered(regions: Regions, cuda: FakeCuda) -> None:
-    regions.register_cuda("c", b"h" * 64, 0, 64)
+async def test_results_keep_their_order(regions: Regions, cuda: FakeCuda) -> None:
+    await regions.register_cuda("c", HANDLE, 0, 64)
+    use = RegionUse(regions, True)
+    engine, client = Engine(), Client({"OUT": use.output("OUT", "c", 0, 4)})
+    await begun(use.during(engine.infer, REQUEST, client))
+    cuda.free.clear()
+    for number in range(3):
+        outputs = () if number == 1 else (tensor("OUT", bytes([number] * 4)),)
+        engine.sink.send(InferResponse("m", 1, str(number), outputs), False)
+    engine.sink.send(Internal("failed"), False)
+    engine.sink.send(None, True)
+    assert client.results == []
+    cuda.free.set()
+    failed = (Internal, "failed", False)
+    assert await client.got(5) == [("0", False), ("1", False), ("2", False), failed, (None, True)]
+    assert bytes(cuda.memory[HANDLE][:4]) == bytes([2] * 4)
+
+
+async def test_responses_without_outputs_on_gpus_do_not_wait(regions: Regions, cuda: FakeCuda) -> None:
+    await regions.register_cuda("c", HANDLE, 0, 64)
+    use = RegionUse(regions, True)
+    engine, client = Engine(), Client()
+    data = use.input("c", 0, 4)
+    await begun(use.during(engine.infer, InferRequest("m", (tensor("IN", data),)), client))
+    engine.sink.send(InferResponse("m", 1, "1", (tensor("OUT", b"1234"),)), True)
+    assert client.results == [("1", True)]
+
+
+async def test_what_cannot_be_copied_is_an_error(regions: Regions, cuda: FakeCuda) -> None:
+    await regions.register_cuda("c", HANDLE, 0, 64)
+    cuda.error = OSError(700, "an illegal memory access was encountered")
+    text = "failed to copy data from CUDA shared memory: an illegal memory access was encountered"
+    use = RegionUse(regions, True)
+    client = Client()
+    data = use.input("c", 0, 4)
+    use.during(Engine().infer, InferRequest("m", (tensor("IN", data),)), client)
+    assert await client.got(1) == [(Internal, text, True)]
+    cuda.error = None
+    use = RegionUse(regions, True)
+    engine, client = Engine(), Client({"OUT": use.output("OUT", "c", 0, 4)})
+    await begun(use.during(engine.infer, REQUEST, client))
+    cuda.error = OSError(700, "an illegal memory access was encountered")
+    engine.sink.send(InferResponse("m", 1, "1", (tensor("OUT", b"1234"),)), True)
+    assert await client.got(1) == [(Internal, text.replace("from", "to"), False)]
+    cuda.error = None
+    await regions.unregister_cuda("c")
+
+
+async def test_an_output_larger_than_its_part_is_not_written(regions: Regions, cuda: FakeCuda) -> None:
+    await regions.register_cuda("c", HANDLE, 0, 64)
+    use = RegionUse(regions, True)
+    engine, client = Engine(), Client({"OUT": use.output("OUT", "c", 0, 3)})
+    await begun(use.during(engine.infer, REQUEST, client))
+    engine.sink.send(InferResponse("m", 1, "1", (tensor("OUT", b"1234"),)), True)
+    text = (
+        "shared memory size specified with the request for output 'OUT' (3 bytes) should be at least 4 bytes to hold the "
+        "results"
+    )
+    assert await client.got(1) == [(Internal, text, False)]
+    assert bytes(cuda.memory[HANDLE]) == bytes(64)
+
+
+@pytest.mark.parametrize(
+    ("refusal", "error"),
+    [
+        (InvalidArgument("refused"), (InvalidArgument, "refused", True)),
+        (KeyError("bug"), (Internal, "unexpected error: 'bug'", False)),
+    ],
+)
+async def test_what_is_refused_after_its_inputs_were_copied(
+    regions: Regions, cuda: FakeCuda, refusal: Exception, error: object
+) -> None:
+    await regions.register_cuda("c", HANDLE, 0, 64)
     use = RegionUse(regions, True)
     use.input("c", 0, 4)
-    running = use.during(lambda request, sink, model: sink, REQUEST, Sink(regions))
-    assert unregister_refusal(regions.unregister_cuda, "c") == (
-        "Cannot unregister shared memory region 'c', it is currently in use."
-    )
-    assert unregister_refusal(regions.unregister_cuda) == (
-        "Failed to unregister the following cuda shared memory regions: c ,"
-    )
+    engine, client = Engine(), Client()
+    engine.refusal = refusal
+    use.during(engine.infer, REQUEST, client)
+    assert await client.got(1) == [error]
+    await regions.unregister_cuda("c")
+
+
+async def test_a_client_that_leaves_before_and_during_its_inference(regions: Regions, cuda: FakeCuda) -> None:
+    await regions.register_cuda("c", HANDLE, 0, 64)
+    for early in True, False:
+        use = RegionUse(regions, True)
+        use.input("c", 0, 4)
+        engine, client = Engine(), Client()
+        call = use.during(engine.infer, REQUEST, client)
+        if early:
+            call.cancel()
+            assert await client.got(1) == [(Cancelled, "", True)]
+            assert engine.models == []
+        else:
+            await begun(call)
+            call.cancel()
+            assert engine.cancelled == 1
+            engine.sink.send(Cancelled(""), True)
+    await regions.unregister_cuda("c")
+
+
+async def test_cuda_regions_in_use_are_not_unregistered(regions: Regions, cuda: FakeCuda) -> None:
+    await regions.register_cuda("c", HANDLE, 0, 64)
+    use = RegionUse(regions, True)
+    engine, client = Engine(), Client({"OUT": use.output("OUT", "c", 0, 4)})
+    cuda.free.clear()
+    call = use.during(engine.infer, REQUEST, client)
+
+    async def refusals() -> list[str]:
+        texts = []
+        for name in "c", "":
+            with pytest.raises(Internal) as caught:
+                await regions.unregister_cuda(name)
+            texts.append(caught.value.message)
+        return texts
+
+    in_use = [
+        "Cannot unregister shared memory region 'c', it is currently in use.",
+        "Failed to unregister the following cuda shared memory regions: c ,",
+    ]
+    assert await refusals() == in_use  # while inputs are copied
+    cuda.free.set()
+    await begun(call)
+    assert await refusals() == in_use
     regions.unregister_system()
     assert regions.status_cuda() == [("c", 0, 64)]
-    assert running is not None
+    cuda.free.clear()
+    engine.sink.send(InferResponse("m", 1, "1", (tensor("OUT", b"1234"),)), True)
+    assert await refusals() == in_use  # while outputs are copied
+    cuda.free.set()
+    await client.got(1)
+    await regions.unregister_cuda("c")
 
 
-def test_the_two_kinds_share_one_namespace(regions: Regions, cuda: FakeCuda) -> None:
-    regions.register_cuda("c", b"h" * 64, 0, 64)
+async def test_a_region_that_is_dropped_stays_open_for_what_is_copied(regions: Regions, cuda: FakeCuda) -> None:
+    await regions.register_cuda("c", HANDLE, 0, 64)
+    use = RegionUse(regions, True)
+    engine, client = Engine(), Client({"OUT": use.output("OUT", "c", 0, 4)})
+    await begun(use.during(engine.infer, REQUEST, client))
+    cuda.free.clear()
+    engine.sink.send(InferResponse("m", 1, "1", (tensor("OUT", b"late"),)), True)
+    closed = regions.drop(["c"])
+    assert closed is not None
+    cuda.free.set()
+    await client.got(1)
+    await closed
+    assert bytes(cuda.memory[HANDLE][:4]) == b"late"
+    assert regions.drop(["c"]) is None
+
+
+async def test_the_two_kinds_share_one_namespace(regions: Regions, cuda: FakeCuda) -> None:
+    await regions.register_cuda("c", HANDLE, 0, 64)
     with pytest.raises(AlreadyExists):
         regions.register_system("c", "/small", 0, 64)
     with pytest.raises(NotFound) as caught:
@@ -404,18 +596,80 @@ def test_the_two_kinds_share_one_namespace(regions: Regions, cuda: FakeCuda) -> 
     assert regions.status_cuda("c") == [("c", 0, 64)]
 
 
-@pytest.mark.parametrize(("handle", "device"), [(b"x" * 64, 0), (b"short", 0), (b"h" * 64, 1), (b"h" * 64, -1)])
-def test_cuda_memory_that_cannot_be_opened(regions: Regions, cuda: FakeCuda, handle: bytes, device: int) -> None:
+async def test_of_two_that_register_a_name_at_once_one_gets_it(regions: Regions, cuda: FakeCuda) -> None:
+    both = [regions.register_cuda("c", handle, 0, 64) for handle in (HANDLE, OTHER)]
+    results = await asyncio.gather(*both, return_exceptions=True)
+    assert [type(result) for result in results] == [type(None), AlreadyExists]
+    del results, both
+    gc.collect()
+    await cuda_thread.settled()
+    assert list(cuda.open_handles.values()) == [HANDLE]
+
+
+@pytest.mark.parametrize(
+    ("handle", "device", "byte_size", "text"),
+    [
+        (b"x" * 64, 0, 64, NO_CUDA),
+        (b"short", 0, 64, NO_CUDA),
+        (b"h" * 64, 1, 64, NO_CUDA),
+        (b"h" * 64, -1, 64, NO_CUDA),
+        (b"h" * 64, 0, 65, "failed to register shared memory region 'c': invalid args"),
+    ],
+)
+async def test_cuda_memory_that_cannot_be_opened(
+    regions: Regions, cuda: FakeCuda, handle: bytes, device: int, byte_size: int, text: str
+) -> None:
     with pytest.raises(InvalidArgument) as caught:
-        regions.register_cuda("c", handle, device, 64)
+        await regions.register_cuda("c", handle, device, byte_size)
+    assert caught.value.message == text
+    assert regions.status_cuda() == []
+    assert cuda.open_handles == {}
+
+
+async def test_a_region_of_another_process_can_be_used_at_once(regions: Regions, cuda: FakeCuda) -> None:
+    cuda.free.clear()
+    uses: list[bool] = []
+    opened = regions.adopt_cuda("c", HANDLE, 0, 64, uses.append)
+    use = RegionUse(regions, True)
+    data = use.input("c", 0, 4)
+    engine, client = Engine(), Client()
+    call = use.during(engine.infer, InferRequest("m", (tensor("IN", data),)), client)
+    assert uses == [True]
+    cuda.free.set()
+    await begun(call)
+    await opened
+    assert engine.inputs == [bytes(4)]
+    engine.sink.send(None, True)
+    assert uses == [True, False]
+
+
+async def test_a_region_of_another_process_that_cannot_be_opened_here(regions: Regions, cuda: FakeCuda) -> None:
+    opened = regions.adopt_cuda("c", b"x" * 64, 0, 64, lambda used: None)
+    use = RegionUse(regions, True)
+    data = use.input("c", 0, 4)
+    client = Client()
+    use.during(Engine().infer, InferRequest("m", (tensor("IN", data),)), client)
+    with pytest.raises(InvalidArgument):
+        await opened
+    assert await client.got(1) == [(Internal, f"CUDA shared memory could not be opened: {NO_CUDA}", True)]
+
+
+async def test_without_cuda_nothing_can_be_registered(regions: Regions, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_memory, "cuda_runtime", lambda: None)
+    with pytest.raises(InvalidArgument) as caught:
+        await regions.register_cuda("c", bytes(64), 0, 64)
     assert caught.value.message == NO_CUDA
 
 
-def test_without_cuda_nothing_can_be_registered(regions: Regions, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(regions_module, "cuda_runtime", lambda: None)
-    with pytest.raises(InvalidArgument) as caught:
-        regions.register_cuda("c", bytes(64), 0, 64)
-    assert caught.value.message == NO_CUDA
+async def test_a_job_whose_caller_is_gone_is_left_out() -> None:
+    thread, free, done = CudaThread(), threading.Event(), []
+    thread.do(free.wait)
+    left = thread.do(done.append, "left")
+    thread.do(done.append, "next")
+    assert left.cancel()
+    free.set()
+    await thread.settled()
+    assert done == ["next"]
 
 
 class FakeFunction:
@@ -440,9 +694,16 @@ class FakeLibrary:
         self.cudaIpcCloseMemHandle = FakeFunction(0)
         self.cudaMemcpy = FakeFunction(self.copy)
         self.cudaGetErrorString = FakeFunction(b"out of memory")
+        self.cuMemGetAddressRange_v2 = FakeFunction(self.range)
 
     def open(self, pointer: object, handle: object, flags: int) -> int:
         pointer._obj.value = ctypes.addressof(self.memory)  # type: ignore[attr-defined]
+        return 0
+
+    def range(self, base: object, size: object, address: int) -> int:
+        if address != ctypes.addressof(self.memory):
+            return 1
+        size._obj.value = len(self.memory)  # type: ignore[attr-defined]
         return 0
 
     def copy(self, target: object, source: object, size: int, kind: int) -> int:
@@ -450,16 +711,22 @@ class FakeLibrary:
         return 0 if size < 40 else 2
 
 
-def test_the_cuda_runtime_is_called_as_its_interface_says() -> None:
+def test_the_cuda_runtime_is_called_as_its_interface_says(monkeypatch: pytest.MonkeyPatch) -> None:
     library = FakeLibrary()
-    runtime = CudaRuntime(library)  # type: ignore[arg-type]
+    monkeypatch.setattr(cuda_memory, "cuda_driver", lambda: library)
+    runtime = CudaRuntime(library)
     address = runtime.open(3, bytes(64))
     assert library.cudaSetDevice.calls == [(3,)]
-    assert runtime.read(3, address, 6) == b"device"
+    data = bytearray(6)
+    runtime.read(3, address, memoryview(data))
+    assert data == b"device"
+    assert runtime.allocated(address) == 64
+    with pytest.raises(OSError, match="no allocation"):
+        runtime.allocated(address + 1)
     runtime.write(3, address + 7, b"MEMORY")
     assert library.memory.value == b"device MEMORY"
     assert [call[3] for call in library.cudaMemcpy.calls] == [2, 1]  # device to host, host to device
     with pytest.raises(OSError, match="out of memory"):
-        runtime.read(3, address, 50)
+        runtime.read(3, address, memoryview(bytearray(50)))
     runtime.close(3, address)
     assert library.cudaIpcCloseMemHandle.calls == [(address,)]

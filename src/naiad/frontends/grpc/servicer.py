@@ -322,13 +322,13 @@ class Servicer:
         return documents.cuda_regions(self._regions.status_cuda(request.name))
 
     async def _cuda_register(self, request: Message, peer: str) -> Message:
-        self._regions.register_cuda(
+        await self._regions.register_cuda(
             request.name, request.raw_handle, request.device_id, request.byte_size, local=is_local_peer(peer)
         )
         return pb.CudaSharedMemoryRegisterResponse()
 
     async def _cuda_unregister(self, request: Message, peer: str) -> Message:
-        self._regions.unregister_cuda(request.name)
+        await self._regions.unregister_cuda(request.name)
         return pb.CudaSharedMemoryUnregisterResponse()
 
     # ---------------------------------------------------------------- trace and log

@@ -16,6 +16,7 @@ from naiad.frontends.grpc.errors import SHUTTING_DOWN, status
 from naiad.frontends.grpc.servicer import Call, Metadata, Model, Servicer
 from naiad.messages import InferResponse, Result
 from naiad.protocol.proto_codec import Reply, encode_stream, encode_stream_end, encode_stream_error, parse_request
+from naiad.protocol.regions import CopyingCall
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -85,7 +86,9 @@ class Stream:
     async def _read(self, requests: AsyncIterable[bytes]) -> None:
         try:
             async for data in requests:
-                self._begin(data)
+                if (begun := self._begin(data)) is not None:
+                    # The next request may be the next of the same sequence.
+                    await asyncio.wait((begun,))
                 while len(self._outbox) >= _OUTBOX_LIMIT:
                     self._room.clear()
                     await self._room.wait()
@@ -95,7 +98,8 @@ class Stream:
             self._is_read = True
             self._news.set()
 
-    def _begin(self, data: bytes) -> None:
+    def _begin(self, data: bytes) -> "asyncio.Task[None] | None":
+        """Begins what a message asks for. What is returned is done when that has begun, if it takes a while."""
         call = _StreamCall(self)
         self._calls.add(call)
         # A request for an unknown model counts as one for an ordinary model: its error keeps its place.
@@ -112,11 +116,14 @@ class Stream:
             if not call.is_done:
                 call.call = begun
             call.is_accepted = True
+            if type(begun) is CopyingCall:
+                return begun.begun
         except NaiadError as error:
             call.refuse(error)
         except Exception as error:
             _LOGGER.exception("a request of a gRPC stream failed")
             call.refuse(Internal(f"unexpected error: {error}"))
+        return None
 
     def emit(self, call: "_StreamCall", message: bytes) -> None:
         if self._failure is not None:

@@ -290,7 +290,8 @@ def output_regions(plan: OutputPlan, use: RegionUse | None) -> dict[str, RegionO
             else:
                 if regions is _NO_REGIONS:
                     regions = {}
-                regions[spec.name] = use.output(spec.region, spec.region_offset, spec.region_byte_size).write
+                output = use.output(spec.name, spec.region, spec.region_offset, spec.region_byte_size)
+                regions[spec.name] = output.write
     return regions
 
 

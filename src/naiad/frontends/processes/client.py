@@ -20,7 +20,7 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig as Proto
 
 from naiad.config.model_config import ModelConfig
 from naiad.datatypes import Buffer
-from naiad.errors import NaiadError, Unavailable
+from naiad.errors import Internal, NaiadError, Unavailable
 from naiad.frontends.grpc.servicer import Metadata, Method
 from naiad.frontends.http.connection import Exchange
 from naiad.frontends.http.management import Management
@@ -129,11 +129,24 @@ class EngineConnection:
 
     def _on_region(self, frame: frames.RegionAdded, fds: list[int]) -> None:
         try:
-            self.regions.add(frame, fds)
+            opening = self.regions.add(frame, fds)
         except NaiadError as error:
             self.tell(Known(frame.change, failure_of(error)))
         else:
-            self.tell(Known(frame.change, None))
+            self._tell_known(frame.change, opening)
+
+    def _tell_known(self, change: int, after: "asyncio.Future[None] | None") -> None:
+        """That all is done for a change, when `after` is."""
+        if after is None:
+            self.tell(Known(change, None))
+        else:
+            after.add_done_callback(lambda done: self._tell_done(change, done))
+
+    def _tell_done(self, change: int, done: "asyncio.Future[None]") -> None:
+        error = done.exception()
+        if error is not None and not isinstance(error, NaiadError):
+            error = Internal(f"unexpected error: {error}")
+        self.tell(Known(change, None if error is None else failure_of(error)))
 
     # ---------------------------------------------------------------- frames
 
@@ -161,8 +174,7 @@ class EngineConnection:
             case frames.RegionAdded():
                 self._on_region(frame, fds)
             case frames.RegionsRemoved():
-                self.regions.drop(frame.names)
-                self.tell(Known(frame.change, None))
+                self._tell_known(frame.change, self.regions.drop(frame.names))
             case frames.Tracing():
                 self.traces.active = frame.active
                 self.tell(Known(frame.change, None))

@@ -4,6 +4,7 @@ The registry, in the engine's process, checks, registers and counts the uses; fr
 and write it themselves.
 """
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -26,8 +27,10 @@ class SharedRegions(Regions):
         super().register_system(name, key, offset, byte_size, local)
         self._add(RegionAdded(self.next_change(), name, key, offset, byte_size, -1, b""))
 
-    def register_cuda(self, name: str, raw_handle: bytes, device_id: int, byte_size: int, local: bool = True) -> None:
-        super().register_cuda(name, raw_handle, device_id, byte_size, local)
+    async def register_cuda(
+        self, name: str, raw_handle: bytes, device_id: int, byte_size: int, local: bool = True
+    ) -> None:
+        await super().register_cuda(name, raw_handle, device_id, byte_size, local)
         self._add(RegionAdded(self.next_change(), name, "", 0, byte_size, device_id, raw_handle))
 
     def all(self) -> list[tuple[RegionAdded, list[int]]]:
@@ -77,13 +80,14 @@ class CopiedRegions(Regions):
         super().__init__()
         self._tell = tell
 
-    def add(self, frame: RegionAdded, fds: list[int]) -> None:
-        """Takes the descriptor out of `fds`. Raises NaiadError where it cannot be opened."""
+    def add(self, frame: RegionAdded, fds: list[int]) -> "asyncio.Future[None] | None":
+        """Takes the descriptor out of `fds`. Memory of a GPU is open when the future is done. Both raise NaiadError where
+        it cannot be opened."""
 
         def on_use(used: bool) -> None:
             self._tell(RegionUsed(frame.change, used))
 
         if frame.device_id >= 0:
-            self.adopt_cuda(frame.name, frame.raw_handle, frame.device_id, frame.byte_size, on_use)
-        else:
-            self.adopt_system(frame.name, fds.pop(), frame.key, frame.offset, frame.byte_size, on_use)
+            return self.adopt_cuda(frame.name, frame.raw_handle, frame.device_id, frame.byte_size, on_use)
+        self.adopt_system(frame.name, fds.pop(), frame.key, frame.offset, frame.byte_size, on_use)
+        return None

@@ -25,6 +25,7 @@ from naiad.messages import InferRequest, InferResponse, Result, SequenceControl,
 from naiad.protocol.regions import RegionUse
 from naiad.telemetry.log import Log
 from naiad.telemetry.trace import TraceSettings, Values
+from tests.unit.fake_cuda import HANDLE, FakeCuda
 
 
 class Sink:
@@ -505,7 +506,7 @@ async def test_a_region_is_there_at_the_front_end_and_in_use_for_both(both: Both
     await both.overseer.settled(0)
     use = RegionUse(both.connection.regions, local=True)
     assert use.input("region", 0, 4) == b"data"
-    output = use.output("region", 8, 4)
+    output = use.output("OUT", "region", 8, 4)
     sink = Sink()
     use.during(both.front.infer, request(), sink)
     await both.begun()
@@ -540,6 +541,41 @@ async def test_the_uses_of_a_front_end_end_with_it(shm: Any) -> None:
         await both.engine.calls[0].cancelled.wait()
     both.regions.unregister_system("region")
     assert len(both.regions) == 0
+
+
+async def test_memory_on_a_gpu_is_open_at_the_front_end_when_that_says_so(both: Both, cuda: FakeCuda) -> None:
+    await both.regions.register_cuda("region", HANDLE, 0, 64)
+    await both.overseer.settled(0)
+    assert cuda.calls == ["open", "open"]
+    cuda.memory[HANDLE][:4] = b"data"
+    use = RegionUse(both.connection.regions, local=True)
+    both.engine.act = echo
+    sink = Sink()
+    use.output("OUT", "region", 8, 4)
+    tensor = Tensor("IN", DataType.UINT8, (4,), use.input("region", 0, 4))
+    use.during(both.front.infer, InferRequest("model", (tensor,)), sink)
+    await sink.all()
+    assert bytes(cuda.memory[HANDLE][8:12]) == b"data"
+    # The end of the use is told in the turn in which the result was passed on.
+    again = Sink()
+    both.front.infer(request(), again)
+    await again.all()
+    await both.regions.unregister_cuda("region")
+    await both.overseer.settled(0)
+    assert cuda.calls.count("close") == 2
+
+
+async def test_memory_on_a_gpu_that_a_front_end_cannot_open_is_refused(both: Both, cuda: FakeCuda) -> None:
+    await both.regions.register_cuda("region", HANDLE, 0, 64)
+    cuda.error = OSError(2, "out of memory")
+    await both.overseer.settled(0)
+    (known,) = [known for known in both.overseer.known if known.failure is not None]
+    assert known.failure is not None
+    assert known.failure.message == "failed to register shared memory region: invalid args"
+    both.regions.refused(known.change)
+    assert len(both.regions) == 0
+    await both.overseer.settled(0)
+    assert len(both.connection.regions) == 0
 
 
 # ---------------------------------------------------------------- traces
