@@ -16,6 +16,14 @@ from naiad.errors import InvalidArgument
 
 Buffer = bytes | bytearray | memoryview
 
+#: What has to be looked through or converted element by element is given to a thread from this many bytes on, so that
+#: the event loop goes on.
+LARGE = 1 << 20
+
+
+class TakesLong(Exception):
+    """What was asked for is LARGE, and has not been asked for in a thread. No error: ask again, there."""
+
 
 class DataType(enum.Enum):
     """A tensor element type; total over Triton's types.

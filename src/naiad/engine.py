@@ -8,9 +8,10 @@ from collections.abc import Mapping
 
 from naiad import __version__
 from naiad.config.model_config import ModelConfig
-from naiad.errors import InvalidArgument, Unavailable
+from naiad.datatypes import TakesLong
+from naiad.errors import Internal, InvalidArgument, NaiadError, Unavailable
 from naiad.messages import IndexEntry, InferRequest, ModelMetadata, ResponseSink, ServerMetadata
-from naiad.models.check import BrokenContents
+from naiad.models.check import BrokenContents, Checked
 from naiad.models.manager import ModelManager
 from naiad.models.model import Model
 from naiad.scheduling.scheduler import Call
@@ -44,6 +45,7 @@ class Engine:
         self._strict_readiness = strict_readiness
         self._started = False
         self._exiting = False
+        self._checking: set[asyncio.Task[None]] = set()
 
     def __repr__(self) -> str:
         return f"<Engine {self._metadata.name} {self._manager!r}>"
@@ -86,19 +88,27 @@ class Engine:
         """The loaded version; -1 is the newest. Raises NotFound or Unavailable."""
         return self._table.lookup(name, version)
 
-    def infer(self, request: InferRequest, sink: ResponseSink, model: Model | None = None) -> Call:
+    def infer(
+        self,
+        request: InferRequest,
+        sink: ResponseSink,
+        model: Model | None = None,
+        checked: asyncio.Future[Checked] | None = None,
+    ) -> Call:
         """Checks a request and submits it. Raises NaiadError for a request that is refused at once; everything later
         goes to `sink`. `model` is for callers that have just looked it up, in this turn of the loop, or hold a lease of
-        it."""
+        it, `checked` for those who have had the request checked."""
         if model is None:
             model = self._table.lookup(request.model_name, request.model_version)
         try:
-            request, rows, signature = model.check(request)
+            request, rows, signature = model.check(request) if checked is None else checked.result()
         except BrokenContents as error:
             model.lease()
             call = Call(request, 1, None, sink, model, model.scheduler)
             call.fail(InvalidArgument(error.message), "BACKEND")
             return call
+        except TakesLong:
+            return self._infer_slowly(request, sink, model)
         trace = request.trace
         if trace is not None:
             sink = trace.begin(request, model.version, sink)
@@ -115,6 +125,42 @@ class Engine:
                 trace.end()
             raise
         return call
+
+    def _infer_slowly(self, request: InferRequest, sink: ResponseSink, model: Model) -> Call:
+        """Has a thread check the request; if it is refused, its sink hears of it."""
+        if request.sequence is not None:
+            # The next one of its sequence must not overtake it.
+            checked: asyncio.Future[Checked] = asyncio.get_running_loop().create_future()
+            try:
+                checked.set_result(model.check(request, True))
+            except InvalidArgument as error:
+                checked.set_exception(error)
+            return self.infer(request, sink, model, checked)
+        model.lease()
+        checking = _Checking()
+        call = Call(request, 1, None, sink, model, checking)
+        task = asyncio.get_running_loop().create_task(self._infer_checked(call, checking, model))
+        self._checking.add(task)
+        task.add_done_callback(self._checking.discard)
+        return call
+
+    async def _infer_checked(self, asked: Call, checking: "_Checking", model: Model) -> None:
+        checked = asyncio.get_running_loop().run_in_executor(None, model.check, asked.request, True)
+        await asyncio.wait((checked,))
+        if asked.cancelled:
+            checked.exception()  # nobody waits for it
+            asked.fail_cancelled()
+            return
+        try:
+            checking.call = self.infer(asked.request, asked.sink, model, checked)
+        except NaiadError as error:
+            error.refused = True
+            asked.sink.send(error, True)
+        except Exception as error:
+            asked.sink.send(Internal(f"unexpected error: {error}"), True)
+            raise
+        finally:
+            model.release()
 
     # ---------------------------------------------------------------- about server and models
 
@@ -152,3 +198,22 @@ class Engine:
 
     async def unload(self, name: str, unload_dependents: bool = False) -> None:
         await self._manager.unload(name, unload_dependents)
+
+
+class _Checking:
+    """Has a call until it is checked, in place of a scheduler; then another one goes on for it."""
+
+    pending = 1
+
+    def __init__(self) -> None:
+        self.call: Call | None = None
+
+    def submit(self, call: Call) -> None:
+        raise AssertionError("this is a bug: what is being checked has no queue")
+
+    def withdraw(self, call: Call) -> None:
+        if self.call is not None:
+            self.call.cancel()
+
+    async def close(self) -> None:
+        pass

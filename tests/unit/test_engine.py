@@ -1,13 +1,18 @@
-"""The engine over fakes: what becomes of leases when a scheduler fails."""
+"""The engine over fakes: what becomes of leases when a scheduler fails, and of requests whose check takes long."""
 
+import asyncio
+import threading
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from naiad.datatypes import LARGE, DataType, TakesLong
 from naiad.engine import Engine
-from naiad.errors import Unavailable
-from naiad.messages import InferRequest
+from naiad.errors import Cancelled, InvalidArgument, NaiadError, Unavailable
+from naiad.messages import InferRequest, Result, SequenceControl, Tensor
+from naiad.models.check import BrokenContents
+from naiad.scheduling.scheduler import Call
 from naiad.statistics import ModelStatistics
 
 
@@ -38,3 +43,128 @@ def test_a_request_that_is_not_taken_holds_no_lease(error: Exception) -> None:
     assert model.statistics.refused == 1
     assert not any(model.statistics.failures.values())
     assert model.statistics.infer.fail.count == 0
+
+
+REQUEST = InferRequest("m", (Tensor("A", DataType.BYTES, (1,), bytes(LARGE)),))
+
+
+class Queue:
+    """A scheduler that answers nothing."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        self.withdrawn: list[Call] = []
+        self.submitted = asyncio.Event()
+
+    def submit(self, call: Call) -> None:
+        self.calls.append(call)
+        self.submitted.set()
+
+    def withdraw(self, call: Call) -> None:
+        self.withdrawn.append(call)
+
+
+class Sink:
+    def __init__(self) -> None:
+        self.results: list[tuple[Result | None, bool]] = []
+        self.got_one = asyncio.Event()
+
+    def send(self, result: Result | None, final: bool) -> None:
+        self.results.append((result, final))
+        self.got_one.set()
+
+    async def refusal(self) -> NaiadError:
+        await self.got_one.wait()
+        ((result, final),) = self.results
+        assert isinstance(result, NaiadError)
+        assert final
+        return result
+
+
+class SlowModel:
+    """Its check takes long, and ends with what a test says."""
+
+    version = 1
+
+    def __init__(self, error: NaiadError | None = None) -> None:
+        self.statistics = ModelStatistics("m", "1")
+        self.scheduler = Queue()
+        self.leases = 0
+        self.threads: list[bool] = []
+        self.may_go_on = threading.Event()
+        self._error = error
+
+    def check(self, request: InferRequest, in_thread: bool = False) -> tuple[InferRequest, int, object]:
+        if not in_thread:
+            raise TakesLong
+        in_main = threading.current_thread() is threading.main_thread()
+        self.threads.append(in_main)
+        assert in_main or self.may_go_on.wait(10)
+        if self._error is not None:
+            raise self._error
+        return request, 3, "shape"
+
+    def lease(self) -> None:
+        self.leases += 1
+
+    def release(self) -> None:
+        self.leases -= 1
+
+    def engine(self) -> Engine:
+        manager: Any = SimpleNamespace(table=SimpleNamespace(lookup=lambda name, version: self))
+        return Engine(manager)
+
+
+async def test_what_takes_long_to_check_is_checked_in_a_thread() -> None:
+    model, sink = SlowModel(), Sink()
+    asked = model.engine().infer(REQUEST, sink)
+    assert (model.leases, model.scheduler.calls) == (1, [])
+    model.may_go_on.set()
+    await model.scheduler.submitted.wait()
+    (call,) = model.scheduler.calls
+    assert (call.request, call.rows, call.signature) == (REQUEST, 3, "shape")
+    await asyncio.sleep(0)
+    assert (model.leases, model.threads) == (1, [False])
+    asked.cancel()
+    assert model.scheduler.withdrawn == [call]
+    call.deliver(None, True)
+    assert (sink.results, model.leases) == ([(None, True)], 0)
+
+
+@pytest.mark.parametrize("error", [InvalidArgument("too few"), Unavailable("queue full")])
+async def test_what_is_wrong_with_it_goes_to_the_sink(error: NaiadError) -> None:
+    model, sink = SlowModel(error), Sink()
+    model.may_go_on.set()
+    model.engine().infer(REQUEST, sink)
+    assert await sink.refusal() is error
+    assert error.refused
+    await asyncio.sleep(0)
+    assert (model.leases, model.statistics.failures["BACKEND"]) == (0, 0)
+
+
+async def test_broken_contents_count_as_a_failure_of_the_model() -> None:
+    model, sink = SlowModel(BrokenContents("cut short")), Sink()
+    model.may_go_on.set()
+    model.engine().infer(REQUEST, sink)
+    error = await sink.refusal()
+    assert (error.message, error.refused) == ("cut short", False)
+    await asyncio.sleep(0)
+    assert (model.leases, model.statistics.failures["BACKEND"]) == (0, 1)
+
+
+async def test_it_may_be_cancelled_while_it_is_checked() -> None:
+    model, sink = SlowModel(), Sink()
+    model.engine().infer(REQUEST, sink).cancel()
+    model.may_go_on.set()
+    assert isinstance(await sink.refusal(), Cancelled)
+    assert (model.leases, model.scheduler.calls, model.statistics.failures["CANCELED"]) == (0, [], 1)
+
+
+async def test_requests_of_a_sequence_are_checked_at_once() -> None:
+    model = SlowModel()
+    request = InferRequest("m", REQUEST.inputs, sequence=SequenceControl(1))
+    assert model.engine().infer(request, Sink()) is model.scheduler.calls[0]
+    assert (model.leases, model.threads) == (1, [True])
+    wrong = InvalidArgument("too few")
+    with pytest.raises(InvalidArgument, match="too few"):
+        SlowModel(wrong).engine().infer(request, Sink())

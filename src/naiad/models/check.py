@@ -6,11 +6,12 @@ it keeps inputs in a hash map that is walked newest first; so do the loops here.
 """
 
 import struct
+from time import sleep
 
 import msgspec
 
 from naiad.config.model_config import ModelConfig, TensorConfig
-from naiad.datatypes import Buffer, DataType
+from naiad.datatypes import LARGE, Buffer, DataType, TakesLong
 from naiad.errors import InvalidArgument
 from naiad.messages import InferRequest, Tensor
 
@@ -20,6 +21,13 @@ _BATCH_NOTE = (
     "input shape. If you want to specify the full shape including the batch dim in your input dims config, try "
     "setting max_batch_size to zero. See the model configuration docs for more info on max_batch_size."
 )
+
+
+#: (the request with its inputs in configured order, rows, batching signature)
+Checked = tuple[InferRequest, int, object]
+
+#: So many strings are looked through in about 5 ms.
+_AT_ONCE = 1 << 15
 
 
 class BrokenContents(InvalidArgument):
@@ -64,10 +72,11 @@ class RequestCheck:
         self._required = config.required_inputs
         self._varies = any(spec.shape_size for spec in self._specs)
 
-    def __call__(self, request: InferRequest) -> tuple[InferRequest, int, object]:
+    def __call__(self, request: InferRequest, in_thread: bool = False) -> Checked:
         """(the request with its inputs in configured order, rows, batching signature).
 
-        Raises InvalidArgument.
+        Raises InvalidArgument, and TakesLong where strings of a LARGE tensor have to be looked through and this is not
+        `in_thread`.
         """
         for name in request.outputs:
             if name not in self._outputs:
@@ -87,22 +96,22 @@ class RequestCheck:
         if batching:
             rows = inputs[0].shape[0] if inputs and inputs[0].shape else 0
             if not 0 < rows <= self._max_batch_size:
-                rows = self._explain(request)
+                rows = self._explain(request, in_thread)
         for index, spec in enumerate(specs):
             if not _fits(spec, inputs[index], rows, batching):
-                rows = self._explain(request)
+                rows = self._explain(request, in_thread)
                 break
         if not self._varies and len(names) == len(self._order):
             return request, rows, None
         shapes = tuple([inputs[index].shape[1:] if spec.shape_size else None for index, spec in enumerate(specs)])
         return request, rows, shapes if len(names) == len(self._order) else (names, shapes)
 
-    def _explain(self, request: InferRequest) -> int:
+    def _explain(self, request: InferRequest, in_thread: bool) -> int:
         """Raises what is wrong with a request that did not pass at once; its rows if nothing is."""
         rows = self._rows(request) if self._max_batch_size else 1
         self._check_types(request)
         for tensor in request.inputs:
-            self._check_size(request, tensor)
+            self._check_size(request, tensor, in_thread)
         return rows if request.inputs else 1
 
     def _check_names(self, request: InferRequest, names: tuple[str, ...]) -> None:
@@ -171,11 +180,13 @@ class RequestCheck:
                     f"{_shape(expected)}, got {_shape(tensor.shape)}. {_BATCH_NOTE if batching else ''}"
                 )
 
-    def _check_size(self, request: InferRequest, tensor: Tensor) -> None:
+    def _check_size(self, request: InferRequest, tensor: Tensor, in_thread: bool) -> None:
         # A first dimension of 0 counts as no batch at all: Triton then expects the bytes of one row (gotcha 3).
         shape = tensor.shape if not self._max_batch_size or tensor.shape[0] else tensor.shape[1:]
         count = _elements(shape)
         if tensor.datatype is DataType.BYTES:
+            if len(tensor.data) >= LARGE and not in_thread:
+                raise TakesLong
             _check_bytes(request, tensor, count, self._model)
             return
         expected = count * tensor.datatype.byte_size
@@ -226,6 +237,9 @@ def _check_bytes(request: InferRequest, tensor: Tensor, expected: int, model: st
         (length,) = unpack(data, at)
         at += 4 + length
         count += 1
+        if count % _AT_ONCE == 0:
+            # Compiled, a thread lets the others run only where it says so.
+            sleep(0)
     if count != expected:
         raise InvalidArgument(
             f"{request.label}expected {expected} string elements for inference input '{tensor.name}' for model '{model}', "

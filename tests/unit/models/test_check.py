@@ -4,7 +4,7 @@ import pytest
 
 from naiad.config.model_config import ModelConfig
 from naiad.config.parse import parse_text
-from naiad.datatypes import DataType, pack_bytes
+from naiad.datatypes import LARGE, DataType, TakesLong, pack_bytes
 from naiad.errors import InvalidArgument
 from naiad.messages import InferRequest, Tensor
 from naiad.models.check import BrokenContents, RequestCheck
@@ -222,6 +222,18 @@ def test_bytes_contents(data: bytes, text: str) -> None:
 def test_an_element_longer_than_its_bytes_is_found_by_the_model() -> None:
     with pytest.raises(BrokenContents, match="expecting string of length 9 but only 1 bytes available"):
         one("TYPE_STRING", "1")(request(Tensor("A", DataType.BYTES, (1,), b"\x09\0\0\0x")))
+
+
+def test_what_takes_long_to_look_through_is_asked_for_in_a_thread() -> None:
+    check = one("TYPE_STRING", "-1")
+    count = LARGE // 5 + 1
+    asked = request(Tensor("A", DataType.BYTES, (count,), pack_bytes([b"x"] * count)))
+    with pytest.raises(TakesLong):
+        check(asked)
+    assert check(asked, True) == (asked, 1, ((),))
+    # What is wrong besides is found at once.
+    with pytest.raises(InvalidArgument, match="data-type is 'INT32'"):
+        check(request(Tensor("A", DataType.INT32, (count,), asked.inputs[0].data)))
 
 
 def test_zero_sizes_are_fine_where_the_dimension_varies() -> None:
