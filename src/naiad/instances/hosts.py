@@ -12,6 +12,7 @@ Lives on the event loop.
 
 import asyncio
 import math
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from naiad.backends.api import ConfigDict, InstanceContext
-from naiad.errors import InvalidArgument, NaiadError, Unavailable
+from naiad.errors import InvalidArgument, NaiadError, Unavailable, text_of
 from naiad.instances.call_link import OnCall
 from naiad.instances.environment import BackendEnvironment
 from naiad.instances.frames import VersionSpec
@@ -34,6 +35,9 @@ from naiad.instances.thread import ThreadModel
 READINESS_TIMEOUT_S = 5.0
 #: How long instances that are unloaded may take to finish.
 UNLOAD_S = 30.0
+
+#: Triton's environment variable: anything but 1 has instances loaded one after the other.
+PARALLEL_VARIABLE = "TRITON_PARALLEL_INSTANCE_LOADING"
 
 Isolation = Literal["model", "backend", "none"]
 
@@ -114,8 +118,9 @@ class HostedModel:
         return await tenant.host.complete(tenant, config)
 
     async def load(self, config: ConfigDict, instances: Sequence[InstanceContext]) -> list[Instance]:
-        """Loads instances, ready to execute, beside those that there are. Raises the first error; then there are none
-        of these; `close` is due in any case."""
+        """Loads instances, ready to execute, beside those that there are: those of one process one after the other, so
+        that what an instance downloads, compiles or caches is there for the next, and processes beside each other, as
+        Triton does. Raises what is wrong with them; then there are none of these; `close` is due in any case."""
         decoupled = bool(config.get("model_transaction_policy", {}).get("decoupled", False))
         groups = [[instance] for instance in instances] if self._in_processes else [list(instances)]
         loads = []
@@ -125,10 +130,10 @@ class HostedModel:
             tenant.decoupled = decoupled
             tenant.instances = [ProcessInstance(tenant, context) for context in group]
             loads.append(tenant)
+        at_once = len(loads) if os.environ.get(PARALLEL_VARIABLE, "1") == "1" else 1
         try:
-            # One after the other: what an instance downloads, compiles or caches is there for the next.
-            for tenant in loads:
-                await tenant.host.load(tenant)
+            for start in range(0, len(loads), at_once):
+                await _load_all(loads[start : start + at_once])
         except BaseException:
             await self._leave(loads, 0.0)
             raise
@@ -262,6 +267,23 @@ class HostedModel:
         tenant = Tenant(host, version, self._takes_requests, self._timeout_s)
         self._tenants.append(tenant)
         return tenant
+
+
+async def _load_all(tenants: Sequence[Tenant]) -> None:
+    """Loads them beside each other. Raises when all have ended: the error that they have in common, or all errors with
+    the instances' names, as the kind of the last one, which is what Triton says."""
+    outcomes = await asyncio.gather(*(tenant.host.load(tenant) for tenant in tenants), return_exceptions=True)
+    failed = [(tenant, error) for tenant, error in zip(tenants, outcomes, strict=True) if error is not None]
+    if not failed:
+        return
+    last = failed[-1][1]
+    texts = [text_of(error) for _, error in failed]
+    if len(set(texts)) == 1 or not isinstance(last, NaiadError):
+        raise last
+    names = ["', '".join(instance.name for instance in tenant.instances) for tenant, _ in failed]
+    raise type(last)(
+        "; ".join(f"instance '{name}': {text.rstrip()}" for name, text in zip(names, texts, strict=True))
+    ) from last
 
 
 class Hosts:

@@ -114,6 +114,22 @@ class Processes(Misbehaving):
     instances_as = "processes"
 
 
+class Meeting(Processes):
+    """Loads end when `count` of them have begun, in the folder `place`; those of the instances `fail` fail then."""
+
+    def __init__(self, model, instance):
+        self.model = model
+        place = Path(model.parameters["place"])
+        (place / instance.name).touch()
+        deadline = time.monotonic() + 20
+        while len(list(place.iterdir())) < int(model.parameters["count"]):
+            if time.monotonic() > deadline:
+                raise RuntimeError("nobody else came")
+            time.sleep(0.002)
+        if instance.name in model.parameters.get("fail", "").split():
+            raise InvalidArgument(model.parameters.get("text", instance.name + " is broken"))
+
+
 class Echo(RequestBackend):
     """Answers each request with its inputs, and says in parameters what it has seen."""
 

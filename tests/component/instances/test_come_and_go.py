@@ -9,7 +9,7 @@ from instance_lab import Batch, available, parameters, run, until
 from test_hosts import STRINGS, command, is_alive, output, quick_restarts, say
 
 from naiad.backends.api import InstanceContext
-from naiad.errors import NaiadError, Unavailable
+from naiad.errors import InvalidArgument, NaiadError, Unavailable
 
 
 def contexts(*names):
@@ -83,6 +83,38 @@ async def test_a_new_instance_that_fails_leaves_the_others(place):
         await model.load({**STRINGS, **parameters(fail="cannot open")}, contexts("a", "b"))
     assert (model.instances, model.pids) == ([first], pids)
     assert output(await say(first, "hello")) == b"hello"
+
+
+async def test_processes_load_beside_each_other(lab, tmp_path):
+    model = await lab.open("Meeting")
+    await model.load({**STRINGS, **parameters(place=str(tmp_path), count="3")}, contexts("a", "b", "c"))
+    assert [instance.name for instance in model.instances] == ["a", "b", "c"]
+    assert len(model.pids) == 3
+
+
+@pytest.mark.parametrize(
+    ("more", "text"),
+    [
+        ({"fail": "b"}, "b is broken"),
+        ({"fail": "c a"}, "instance 'a': a is broken; instance 'c': c is broken"),
+        ({"fail": "a b c", "text": "no weights"}, "no weights"),
+    ],
+)
+async def test_all_instances_that_cannot_be_loaded_are_named_and_none_stays(lab, tmp_path, more, text):
+    model = await lab.open("Meeting")
+    with pytest.raises(InvalidArgument) as raised:
+        await model.load({**STRINGS, **parameters(place=str(tmp_path), count="3", **more)}, contexts("a", "b", "c"))
+    assert raised.value.message == text
+    assert (model.instances, model.pids) == ([], [])
+
+
+async def test_processes_load_one_after_the_other_where_that_is_wanted(lab, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_PARALLEL_INSTANCE_LOADING", "0")
+    model = await lab.open("Meeting")
+    configuration = {**STRINGS, **parameters(place=str(tmp_path), count="1", fail="a")}
+    with pytest.raises(InvalidArgument, match="a is broken"):
+        await model.load(configuration, contexts("a", "b"))
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
 async def test_a_process_of_its_own_ends_with_its_instance(lab):
