@@ -1,5 +1,9 @@
+import math
+
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from naiad.datatypes import DataType, unpack_bytes
 from naiad.errors import InvalidArgument
@@ -76,3 +80,15 @@ def test_unsupported(datatype: DataType) -> None:
         InvalidArgument, match=rf"class result not available for output due to unsupported type '{datatype.name}'"
     ):
         classify(Tensor("OUT", datatype, (1, 1), b"\0\0"), 1, [], True)
+
+
+@given(
+    st.lists(st.sampled_from([-math.inf, -1.0, -0.0, 0.0, 0.5, 7.0, math.inf, math.nan]), min_size=1), st.integers(1, 5)
+)
+def test_a_few_of_many_are_those_that_sorting_all_finds(values: list[float], count: int) -> None:
+    row = tensor(DataType.FP32, [values])
+    everything = texts(classify(row, len(values), [], True))
+    assert texts(classify(row, count, [], True)) == everything[:count]
+    assert [int(text.rpartition(":")[2]) for text in everything] == sorted(
+        range(len(values)), key=lambda index: (not math.isnan(values[index]), -values[index], index)
+    )
