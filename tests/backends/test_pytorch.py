@@ -765,6 +765,26 @@ def test_on_a_gpu(write: Any, tmp_path: Path) -> None:
     assert results["y"].shape == (2, 3)
 
 
+def test_inputs_of_a_gpu_are_read_when_the_results_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where no result comes from the GPU, which would be waited for."""
+    waits: list[str] = []
+
+    class Stream:
+        def __init__(self, device: torch.device) -> None:
+            self.device = device
+
+        def synchronize(self) -> None:
+            waits.append(str(self.device))
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    device = Device("m", InstanceContext("m_0_0", "KIND_GPU", 1))
+    assert [array.tolist() for array in device.arrays([torch.arange(2)])] == [[0, 1]]
+    assert device.arrays([]) == []
+    assert waits == ["cuda:1", "cuda:1"]
+    assert Device("m", InstanceContext("m_0_0", "KIND_CPU")).arrays([]) == []
+
+
 def test_the_model_decides(tmp_path: Path) -> None:
     """KIND_MODEL: tensors of the CPU go in, and what comes out may lie elsewhere."""
     source = """

@@ -78,6 +78,16 @@ _TENSORRT_OPTIONS = {
     "int8_use_native_calibration_table": "trt_int8_use_native_calibration_table",
 }
 _TENSORRT_PRECISIONS = {"FP16": "trt_fp16_enable", "BF16": "trt_bf16_enable", "INT8": "trt_int8_enable"}
+#: Those that are on or off and whose names do not end like it.
+_TENSORRT_SWITCHES = {
+    "trt_int8_use_native_calibration_table",
+    "trt_dump_subgraphs",
+    "trt_force_sequential_engine_build",
+    "trt_layer_norm_fp32_fallback",
+    "trt_force_timing_cache",
+    "trt_detailed_build_log",
+    "trt_dump_ep_context_model",
+}
 _CUDNN_SEARCHES = ("EXHAUSTIVE", "HEURISTIC", "DEFAULT")
 _ARENA_STRATEGIES = ("kNextPowerOfTwo", "kSameAsRequested")
 
@@ -355,7 +365,7 @@ def _tensorrt_options(parameters: Mapping[str, str]) -> dict[str, str]:
     for key, value in parameters.items():
         if key == "precision_mode":
             if value in _TENSORRT_PRECISIONS:
-                options[_TENSORRT_PRECISIONS[value]] = "1"
+                options[_TENSORRT_PRECISIONS[value]] = "True"
             elif value != "FP32":
                 raise InvalidArgument(f"unsupported precision mode '{value}' is requested")
         elif key in _TENSORRT_OPTIONS:
@@ -364,6 +374,10 @@ def _tensorrt_options(parameters: Mapping[str, str]) -> dict[str, str]:
             options[key] = value
         else:
             raise InvalidArgument(f"unknown parameter '{key}' is provided for TensorRT Execution Accelerator")
+    for key, value in options.items():
+        if key.endswith("_enable") or key in _TENSORRT_SWITCHES:
+            # The Python interface takes no other words than these; Triton's, in C, takes numbers too.
+            options[key] = str(_boolean(value))
     return options
 
 

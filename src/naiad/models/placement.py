@@ -31,15 +31,16 @@ class Exchange(NamedTuple):
 
 def placed_instances(config: ModelConfig) -> list[Placed]:
     """The instances that the instance groups ask for, named as Triton names them (reference R2-66): `count` of each
-    group, on each GPU it lists; passive ones take no requests and are not loaded."""
+    group, on each GPU it lists; passive ones take no requests and are not loaded. Neighbours are on different GPUs, as
+    in Triton: who has the first ones work has all GPUs work."""
     placed: list[Placed] = []
     for group in config.instance_groups:
         if group.passive:
             continue
-        for device in group.gpus or (0,):
-            device_id = device if group.kind == "KIND_GPU" else 0
-            names = [_name(group, number, device) for number in range(group.count)]
-            placed += [(group, InstanceContext(name, group.kind, device_id)) for name in names]
+        for number in range(group.count):
+            for device in group.gpus or (0,):
+                device_id = device if group.kind == "KIND_GPU" else 0
+                placed.append((group, InstanceContext(_name(group, number, device), group.kind, device_id)))
     return placed
 
 

@@ -499,7 +499,9 @@ class TestProviderOptions:
                     "parameters": {
                         "precision_mode": "FP16",
                         "max_workspace_size_bytes": "1024",
-                        "trt_engine_cache_enable": "true",
+                        "trt_engine_cache_enable": "1",
+                        "int8_use_native_calibration_table": "off",
+                        "trt_builder_optimization_level": "1",
                     },
                 },
                 {"name": "cuda", "parameters": {"use_tf32": "0"}},
@@ -510,9 +512,11 @@ class TestProviderOptions:
             (
                 "TensorrtExecutionProvider",
                 {
-                    "trt_fp16_enable": "1",
+                    "trt_fp16_enable": "True",
                     "trt_max_workspace_size": "1024",
-                    "trt_engine_cache_enable": "true",
+                    "trt_engine_cache_enable": "True",
+                    "trt_int8_use_native_calibration_table": "False",
+                    "trt_builder_optimization_level": "1",
                     "device_id": "3",
                 },
             ),
@@ -548,6 +552,10 @@ class TestProviderOptions:
             (
                 {"name": "tensorrt", "parameters": {"speed": "1"}},
                 "unknown parameter 'speed' is provided for TensorRT Execution Accelerator",
+            ),
+            (
+                {"name": "tensorrt", "parameters": {"trt_engine_cache_enable": "maybe"}},
+                "failed to convert 'maybe' to boolean value",
             ),
         ],
     )

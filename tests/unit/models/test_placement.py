@@ -43,7 +43,7 @@ PRIORITY = "rate_limiter { priority: 2 }"
         (cpu(1) + cpu(1, "x"), ["m_0_0", "x_0"]),
         (cpu(2, more="passive: true") + cpu(1, "x"), ["x_0"]),
         (gpu(2, 3), ["g_0", "g_1"]),
-        (gpu(2, 0, 1), ["g_0_gpu0", "g_1_gpu0", "g_0_gpu1", "g_1_gpu1"]),
+        (gpu(2, 0, 1), ["g_0_gpu0", "g_0_gpu1", "g_1_gpu0", "g_1_gpu1"]),
     ],
 )
 def test_instances_as_triton_names_them(groups, names):

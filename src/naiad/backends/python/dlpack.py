@@ -20,6 +20,8 @@ Array = npt.NDArray[Any]
 CPU = 1
 CUDA = 2
 CUDA_HOST = 3
+#: The number of the legacy default stream. What wrote a tensor is done before what is started there.
+_LEGACY_STREAM = 1
 
 _INT, _UINT, _FLOAT, _BFLOAT, _BOOL = 0, 1, 2, 4, 6
 _LETTERS = {_INT: "i", _UINT: "u", _FLOAT: "f"}
@@ -86,8 +88,9 @@ class DeviceTensor:
         self.dtype = dtype
         self.shape = shape
 
-    def capsule(self) -> Any:
-        return self.source.__dlpack__(stream=1)
+    def capsule(self, stream: Any = None) -> Any:
+        """For who goes on in `stream` of CUDA; None is the legacy default stream."""
+        return self.source.__dlpack__(stream=_LEGACY_STREAM if stream is None else stream)
 
     def to_host(self) -> Array:
         """A copy in host memory."""
@@ -111,8 +114,7 @@ def take(source: Any) -> Array | DeviceTensor:
     kind, _ = source.__dlpack_device__()
     _check_device(int(kind))
     if kind == CUDA:
-        # Stream 1 is the legacy default stream: what wrote the tensor is done before what we start on it.
-        return _take_capsule(source.__dlpack__(stream=1), source)
+        return _take_capsule(source.__dlpack__(stream=_LEGACY_STREAM), source)
     return _take_capsule(source.__dlpack__(stream=None), None)
 
 

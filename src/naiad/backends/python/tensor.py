@@ -81,7 +81,7 @@ class Tensor:
         return dlpack.from_array(self._array, self)
 
     def __dlpack__(self, *, stream: Any = None, **options: Any) -> Any:
-        return self.to_dlpack()
+        return self.to_dlpack() if self._array is not None else self._device.capsule(stream)
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return (dlpack.CPU, 0) if self._array is not None else self._device.device

@@ -76,13 +76,16 @@ class Device:
         return tensor if self._stream is None else tensor.to(self.device, non_blocking=True)
 
     def arrays(self, tensors: Sequence[torch.Tensor]) -> list[Array]:
-        """What is on a GPU comes over at once, with one wait for all."""
+        """What is on a GPU comes over at once, with one wait for all. Inputs are not looked at any more when it returns,
+        also where no output comes from the GPU."""
         here = [tensor.detach() for tensor in tensors]
-        devices = {tensor.device for tensor in here if tensor.is_cuda}
-        if devices:
+        streams = [torch.cuda.current_stream(device) for device in {tensor.device for tensor in here if tensor.is_cuda}]
+        if streams:
             here = [tensor.to("cpu", non_blocking=True) for tensor in here]
-            for device in devices:
-                torch.cuda.current_stream(device).synchronize()
+        if self._stream is not None and self._stream not in streams:
+            streams.append(self._stream)
+        for stream in streams:
+            stream.synchronize()
         return [_array(tensor) for tensor in here]
 
     def clean_cache(self) -> None:

@@ -125,9 +125,10 @@ class OnGpu:
 
     def __init__(self, array: np.ndarray) -> None:
         self.array = array
+        self.streams: list[int | None] = []
 
     def __dlpack__(self, *, stream: int | None) -> object:
-        assert stream == 1
+        self.streams.append(stream)
         capsule = dlpack.from_array(self.array, None)
         tensor = dlpack._inside(capsule)
         tensor.device_type, tensor.device_id = 2, 3
@@ -138,7 +139,8 @@ class OnGpu:
 
 
 def test_a_tensor_on_a_gpu_stays_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    tensor = Tensor.from_dlpack("X", OnGpu(np.arange(6, dtype=np.float16).reshape(2, 3)))
+    source = OnGpu(np.arange(6, dtype=np.float16).reshape(2, 3))
+    tensor = Tensor.from_dlpack("X", source)
     assert not tensor.is_cpu()
     assert tensor.shape() == [2, 3]
     assert tensor.triton_dtype() == 10
@@ -159,6 +161,11 @@ def test_a_tensor_on_a_gpu_stays_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dlpack, "_copy_from_gpu", copy)
     assert host_array(tensor).tolist() == host_array(again).tolist() == [[0, 1, 2], [3, 4, 5]]
     assert copies == [3, 3]
+    # All of it on the legacy default stream; whoever works on another one is made to wait for what wrote the tensor.
+    assert set(source.streams) == {1}
+    for stream in None, 7:
+        tensor.__dlpack__(stream=stream)
+    assert source.streams[-2:] == [1, 7]
 
 
 @pytest.mark.parametrize("name", [None, 1])
