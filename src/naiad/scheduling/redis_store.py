@@ -6,6 +6,7 @@ start Redis must be there, since that tells wrong settings from an outage.
 
 import asyncio
 import os
+import re
 import socket
 from collections.abc import Callable, Mapping
 from typing import Any, Self
@@ -21,10 +22,17 @@ from naiad.scheduling.cache import pack, unpack
 _SETTINGS = frozenset(
     (
         *("host", "port", "user", "password", "db", "connect_timeout", "socket_timeout", "pool_size", "wait_timeout"),
-        *("tls_enabled", "cert", "key", "cacert", "sni", "ttl"),
+        *("tls_enabled", "cert", "key", "cacert", "cacert_dir", "sni", "ttl"),
     )
 )
 
+
+_TLS_OPTIONS = {
+    "cert": "ssl_certfile",
+    "key": "ssl_keyfile",
+    "cacert": "ssl_ca_certs",
+    "cacert_dir": "ssl_ca_path",
+}
 
 #: How long Redis may take for its first answer.
 _CHECK_TIMEOUT_S = 10
@@ -35,8 +43,10 @@ class RedisStore:
 
     is_shared = True
 
-    def __init__(self, client: Any, ttl_ms: int, report: Callable[[str, BaseException], None]) -> None:
+    def __init__(self, client: Any, ttl_ms: int, report: Callable[[str, BaseException], None], hint: str = "") -> None:
         self._client = client
+        #: What may be wrong if there is no connection.
+        self._hint = hint
         self._ttl_ms = ttl_ms
         self._report = report
         self._is_down = False
@@ -49,11 +59,15 @@ class RedisStore:
         if unknown:
             raise InvalidArgument(f"the cache 'redis' has no setting '{unknown[0]}'")
         if "host" not in given or "port" not in given:
-            raise InvalidArgument("the cache 'redis' lacks an address. Must at a minimum specify 'host' and 'port'")
+            raise InvalidArgument(
+                "Failed to initialize RedisCache, didn't specify address. Must at a minimum specify 'host' and 'port' in the "
+                "configuration - e.g. naiad --cache-config redis,host=redis --cache-config redis,port=6379 "
+                "--model-repository=/models ..."
+            )
         try:
             options: dict[str, Any] = {
                 "host": given["host"],
-                "port": int(given["port"]),
+                "port": _port(given["port"]),
                 "db": int(given.get("db", "0")),
                 # Triton gives timeouts in ms, 0 for none.
                 "socket_connect_timeout": int(given.get("connect_timeout", "0")) / 1000 or None,
@@ -70,24 +84,22 @@ class RedisStore:
             options |= {"username": user, "password": password}
         if given.get("tls_enabled", "false").lower() in ("true", "on", "1"):
             options |= {"connection_class": redis.asyncio.SSLConnection}
-            options |= {
-                name: given[key]
-                for key, name in (("cert", "ssl_certfile"), ("key", "ssl_keyfile"), ("cacert", "ssl_ca_certs"))
-                if key in given
-            }
+            options |= {name: given[key] for key, name in _TLS_OPTIONS.items() if key in given}
         pool = redis.asyncio.BlockingConnectionPool(max_connections=pool_size, timeout=wait_s, **options)
-        return cls(redis.asyncio.Redis(connection_pool=pool), ttl_ms, report)
+        hint = "" if given["port"].isdecimal() else f" ('port' is '{given['port']}', which is no number)"
+        return cls(redis.asyncio.Redis(connection_pool=pool), ttl_ms, report, hint)
 
     async def check(self) -> None:
-        """Raises Unavailable if the server cannot be reached or refuses the credentials."""
+        """Raises Unavailable, with Triton's text, if the server cannot be reached or refuses the credentials."""
+        failed = "Failed to initialize RedisCache: Failed to connect to Redis: "
         try:
             async with asyncio.timeout(_CHECK_TIMEOUT_S):
                 await self._client.ping()
         except TimeoutError:
-            raise Unavailable(f"Failed to connect to Redis: no answer within {_CHECK_TIMEOUT_S} s") from None
+            raise Unavailable(f"{failed}no answer within {_CHECK_TIMEOUT_S} s{self._hint}") from None
         except (RedisError, OSError) as error:
             has_password = self._client.connection_pool.connection_kwargs.get("password") is not None
-            raise Unavailable(f"Failed to connect to Redis: {_reason(error, has_password)}") from error
+            raise Unavailable(f"{failed}{_reason(error, has_password)}{self._hint}") from error
 
     def lookup(self, key: bytes) -> "asyncio.Future[InferResponse | None]":
         return asyncio.ensure_future(self._get(key))
@@ -123,6 +135,12 @@ class RedisStore:
         if not self._is_down:
             self._is_down = True
             self._report("the response cache in Redis does not answer; going on without it", error)
+
+
+def _port(text: str) -> int:
+    """The digits a port begins with, 0 where there are none: as Triton reads it."""
+    digits = re.match(r"\s*(\d*)", text)
+    return int(digits[1] or 0) if digits else 0
 
 
 def _name(key: bytes) -> bytes:

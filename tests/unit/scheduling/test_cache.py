@@ -438,7 +438,7 @@ async def test_redis_is_checked_before_its_first_use(redis_port: int) -> None:
     for settings, text in (({}, "NOAUTH Authentication required"), ({"password": "x"}, "WRONGPASS")):
         refused = store_of(redis_settings(redis_port, **settings), no_report)
         assert refused is not None
-        with pytest.raises(Unavailable, match=rf"^Failed to connect to Redis: {text}"):
+        with pytest.raises(Unavailable, match=rf"^Failed to initialize RedisCache: Failed to connect to Redis: {text}"):
             await refused.check()
         await refused.close()
     allowed = store_of(redis_settings(redis_port, password="secret"), no_report)
@@ -454,9 +454,23 @@ async def test_redis_that_is_not_there_is_said_at_the_start() -> None:
         taken.bind(("127.0.0.1", 0))  # nobody listens
         store = store_of(redis_settings(taken.getsockname()[1]), no_report)
         assert store is not None
-        with pytest.raises(Unavailable, match=r"^Failed to connect to Redis: Connection refused$"):
+        with pytest.raises(Unavailable) as raised:
             await store.check()
         await store.close()
+    assert raised.value.message == "Failed to initialize RedisCache: Failed to connect to Redis: Connection refused"
+
+
+async def test_a_redis_port_that_is_no_number_is_asked_as_triton_reads_it() -> None:
+    pytest.importorskip("redis", reason="the Python package redis is not installed (extra 'redis')")
+    store = store_of(redis_settings(6379, port="nonexistent"), no_report)
+    assert store is not None
+    with pytest.raises(Unavailable) as raised:
+        await store.check()
+    await store.close()
+    assert raised.value.message == (
+        "Failed to initialize RedisCache: Failed to connect to Redis: Connection refused ('port' is 'nonexistent', which is"
+        " no number)"
+    )
 
 
 async def test_without_redis_requests_go_on_and_the_log_says_it_once() -> None:
@@ -477,9 +491,15 @@ async def test_without_redis_requests_go_on_and_the_log_says_it_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "text"), [({"port": "x"}, "is not a number"), ({"colour": "red"}, "has no setting 'colour'")]
+    ("more", "text"), [({"db": "x"}, "is not a number"), ({"colour": "red"}, "has no setting 'colour'")]
 )
 def test_wrong_redis_settings_are_refused(more: dict[str, str], text: str) -> None:
     pytest.importorskip("redis", reason="the Python package redis is not installed (extra 'redis')")
     with pytest.raises(InvalidArgument, match=text):
         store_of(redis_settings(6379, **more), no_report)
+
+
+def test_redis_without_an_address_is_refused() -> None:
+    pytest.importorskip("redis", reason="the Python package redis is not installed (extra 'redis')")
+    with pytest.raises(InvalidArgument, match="Must at a minimum specify 'host' and 'port'"):
+        store_of([Setting("redis", "port", "6379")], no_report)
