@@ -16,8 +16,9 @@ Cancelled calls leave through `withdraw`; expired ones are found when `take` is 
 Every call put in comes out exactly once: in a batch, as rejected, or removed.
 """
 
+import heapq
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from typing import Protocol
 
 import msgspec
@@ -74,7 +75,7 @@ _SHORT = 64
 
 
 class _Level:
-    __slots__ = ("behind", "calls", "policy", "size")
+    __slots__ = ("behind", "calls", "deadlines", "policy", "size", "timed")
 
     def __init__(self, policy: QueuePolicy) -> None:
         self.policy = policy
@@ -82,6 +83,10 @@ class _Level:
         #: Calls whose timeout passed under a DELAY policy.
         self.behind: deque[Queued] = deque()
         self.size = 0
+        #: Where requests have timeouts of their own: those of `calls` by identity, and a heap of (deadline, number,
+        #: call) of them and of some that have left. Elsewhere the first call is the first to run out of time.
+        self.timed: dict[int, int] = {}
+        self.deadlines: list[tuple[int, int, Queued]] = []
 
 
 class RequestQueue:
@@ -114,6 +119,9 @@ class RequestQueue:
         #: Calls (by identity) that were withdrawn and still lie in their level: finding one there takes longer the more
         #: wait, and many may be withdrawn at once. Never more than there are others.
         self._gaps: set[int] = set()
+        #: Calls that have been delayed and still lie where they were as well.
+        self._moved: set[int] = set()
+        self._put_count = 0
         #: No call expires before this.
         self._next_deadline_ns = _NEVER
 
@@ -135,9 +143,20 @@ class RequestQueue:
         if limit_us:
             call.deadline_ns = now_ns + limit_us * 1000
             self._next_deadline_ns = min(self._next_deadline_ns, call.deadline_ns)
+            if policy.allow_timeout_override:
+                self._time(level, call)
         level.calls.append(call)
         level.size += 1
         self._size += 1
+
+    def _time(self, level: _Level, call: Queued) -> None:
+        self._put_count += 1
+        level.timed[id(call)] = self._put_count
+        if len(level.deadlines) > 2 * len(level.timed) + _SHORT:
+            # Most are of calls that have left.
+            level.deadlines = [entry for entry in level.deadlines if level.timed.get(id(entry[2])) == entry[1]]
+            heapq.heapify(level.deadlines)
+        heapq.heappush(level.deadlines, (call.deadline_ns, self._put_count, call))
 
     def _begin(self, number: int) -> _Level:
         if len(self._levels) >= _KEPT_LEVELS:
@@ -151,9 +170,10 @@ class RequestQueue:
         """Takes out a call that waits here; it may be put in again."""
         level = self._levels[call.level]
         try:
-            level.calls.remove(call)
+            (level.behind if id(call) in self._moved else level.calls).remove(call)
         except ValueError:
             level.behind.remove(call)
+        level.timed.pop(id(call), None)
         level.size -= 1
         self._size -= 1
 
@@ -164,6 +184,7 @@ class RequestQueue:
             self.remove(call)
         else:
             self._gaps.add(id(call))
+            level.timed.pop(id(call), None)
             level.size -= 1
             self._size -= 1
         self._limit_gaps()
@@ -175,31 +196,57 @@ class RequestQueue:
         rejected: list[Queued] = []
         next_deadline_ns = _NEVER
         for level in self._in_order:
-            calls, policy = level.calls, level.policy
+            policy = level.policy
             if not policy.default_timeout_us:
                 continue
-            kept: deque[Queued] = deque()
-            # Where all have the same time the first is the first to run out of it; else any may be.
-            while calls and (policy.allow_timeout_override or calls[0].deadline_ns <= now_ns):
-                call = calls.popleft()
-                if self._gaps and self._is_gap(call):
-                    continue
-                if not call.deadline_ns or now_ns < call.deadline_ns:
-                    kept.append(call)
-                    next_deadline_ns = min(next_deadline_ns, call.deadline_ns or _NEVER)
-                elif policy.timeout_action == "DELAY":
-                    level.behind.append(call)
-                else:
-                    rejected.append(call)
-                    level.size -= 1
-                    self._size -= 1
-            if kept:
-                level.calls = kept
-            elif calls:
-                next_deadline_ns = min(next_deadline_ns, calls[0].deadline_ns)
+            if policy.allow_timeout_override:
+                late, due_ns = self._late_of_any(level, now_ns)
+            else:
+                late, due_ns = self._late_of_first(level, now_ns)
+            next_deadline_ns = min(next_deadline_ns, due_ns)
+            if policy.timeout_action == "DELAY":
+                level.behind += late
+            else:
+                rejected += late
+                level.size -= len(late)
+                self._size -= len(late)
         self._next_deadline_ns = next_deadline_ns
         self._limit_gaps()
         return rejected
+
+    def _late_of_first(self, level: _Level, now_ns: int) -> tuple[list[Queued], int]:
+        """Takes the calls out of a level whose time is over, where all have the same; when the next one's is."""
+        late: list[Queued] = []
+        calls = level.calls
+        while calls:
+            if self._gaps and self._is_gap(calls[0]):
+                calls.popleft()
+            elif calls[0].deadline_ns <= now_ns:
+                late.append(calls.popleft())
+            else:
+                return late, calls[0].deadline_ns
+        return late, _NEVER
+
+    def _late_of_any(self, level: _Level, now_ns: int) -> tuple[list[Queued], int]:
+        """The same where each has a time of its own."""
+        late: list[Queued] = []
+        calls, deadlines = level.calls, level.deadlines
+        gaps = self._moved if level.policy.timeout_action == "DELAY" else self._gaps
+        while deadlines:
+            deadline_ns, number, call = deadlines[0]
+            if level.timed.get(id(call)) != number:
+                heapq.heappop(deadlines)
+            elif deadline_ns <= now_ns:
+                heapq.heappop(deadlines)
+                del level.timed[id(call)]
+                late.append(call)
+                if calls[0] is call:
+                    calls.popleft()
+                else:
+                    gaps.add(id(call))
+            else:
+                return late, deadline_ns
+        return late, _NEVER
 
     @property
     def next_deadline_ns(self) -> int | None:
@@ -212,9 +259,12 @@ class RequestQueue:
         for level in self._in_order:
             level.calls.clear()
             level.behind.clear()
+            level.timed.clear()
+            level.deadlines.clear()
             level.size = 0
         self._size = 0
         self._gaps.clear()
+        self._moved.clear()
         return calls
 
     def take(self, now_ns: int) -> Decision:
@@ -268,22 +318,25 @@ class RequestQueue:
 
     def _waiting(self) -> Iterator[Queued]:
         for level in self._in_order:
-            if self._gaps:
-                yield from self._but_gaps(level.calls)
+            if self._gaps or self._moved:
+                yield from self._but_gaps(level.calls, self._moved)
                 yield from self._but_gaps(level.behind)
             else:
                 yield from level.calls
                 yield from level.behind
 
     def _pop(self, count: int, rows: int, reason: str) -> Batch:
-        if self._gaps:
+        if self._gaps or self._moved:
             return self._pop_over_gaps(count, rows, reason)
         calls: list[Queued] = []
         for level in self._in_order:
             for waiting in (level.calls, level.behind):
                 while waiting and len(calls) < count:
-                    calls.append(waiting.popleft())
+                    call = waiting.popleft()
+                    calls.append(call)
                     level.size -= 1
+                    if level.timed:
+                        level.timed.pop(id(call), None)
         self._size -= count
         return Batch(calls, rows, reason)
 
@@ -295,32 +348,38 @@ class RequestQueue:
             for waiting in (level.calls, level.behind):
                 while waiting and len(calls) < count:
                     call = waiting.popleft()
-                    if not self._is_gap(call):
+                    if not self._is_gap(call, waiting is level.calls):
                         calls.append(call)
                         level.size -= 1
+                        level.timed.pop(id(call), None)
         self._size -= count
         self._limit_gaps()
         return Batch(calls, rows, reason)
 
-    def _is_gap(self, call: Queued) -> bool:
-        """Whether what has been taken from a level is a gap, which is gone then."""
+    def _is_gap(self, call: Queued, in_calls: bool = True) -> bool:
+        """Whether what is taken from `calls` or `behind` of a level is a gap, which is gone then."""
         key = id(call)
+        if in_calls and key in self._moved:
+            self._moved.remove(key)
+            return True
         if key in self._gaps:
             self._gaps.remove(key)
             return True
         return False
 
-    def _but_gaps(self, calls: deque[Queued]) -> Iterator[Queued]:
-        return (call for call in calls if id(call) not in self._gaps)
+    def _but_gaps(self, calls: deque[Queued], moved: Set[int] = frozenset()) -> Iterator[Queued]:
+        gaps = self._gaps
+        return (call for call in calls if id(call) not in gaps and id(call) not in moved)
 
     def _limit_gaps(self) -> None:
-        if len(self._gaps) > self._size:
+        if len(self._gaps) + len(self._moved) > self._size:
             self._close_gaps()
 
     def _close_gaps(self) -> None:
-        if not self._gaps:
+        if not self._gaps and not self._moved:
             return
         for level in self._in_order:
-            level.calls = deque(self._but_gaps(level.calls))
+            level.calls = deque(self._but_gaps(level.calls, self._moved))
             level.behind = deque(self._but_gaps(level.behind))
         self._gaps.clear()
+        self._moved.clear()

@@ -232,11 +232,11 @@ actions = st.lists(
 )
 
 
-@given(actions, st.sampled_from(["REJECT", "DELAY"]), st.integers(0, 3), st.integers(0, 2000))
+@given(actions, st.sampled_from(["REJECT", "DELAY"]), st.booleans(), st.integers(0, 6), st.integers(0, 2000))
 def test_every_call_comes_out_exactly_once(
-    steps: list[tuple[object, ...]], action: str, timeout_us: int, delay_ns: int
+    steps: list[tuple[object, ...]], action: str, allow: bool, timeout_us: int, delay_ns: int
 ) -> None:
-    policy = QueuePolicy(action, default_timeout_us=timeout_us)  # type: ignore[arg-type]
+    policy = QueuePolicy(action, default_timeout_us=timeout_us, allow_timeout_override=allow)  # type: ignore[arg-type]
     queue = RequestQueue(4, levels=3, default_level=2, max_delay_ns=delay_ns, default_policy=policy, preferred=(2,))
     now = 0
     inside: list[FakeCall] = []
@@ -246,7 +246,7 @@ def test_every_call_comes_out_exactly_once(
         match step:
             case ("put", int(rows), int(signature), int(priority)):
                 call = FakeCall(rows=rows, signature=signature, queued_ns=now)
-                queue.put(call, now, priority)
+                queue.put(call, now, priority, timeout_us=signature)
                 inside.append(call)
                 count += 1
             case ("take",):
@@ -265,11 +265,20 @@ def test_every_call_comes_out_exactly_once(
                 out.append(call)
             case ("pass", int(ns)):
                 now += ns
-                for call in queue.expired(now):
+                late = [call for call in inside if 0 < call.deadline_ns <= now]
+                expired = queue.expired(now)
+                assert sorted(map(id, expired)) == sorted(map(id, late if action == "REJECT" else []))
+                deadlines = [call.deadline_ns for call in inside if call.deadline_ns > now]
+                assert not deadlines or now < (queue.next_deadline_ns or 0) <= min(deadlines)
+                for call in expired:
                     inside.remove(call)  # type: ignore[arg-type]
                     out.append(call)  # type: ignore[arg-type]
         assert len(queue) == len(inside)
+    queue.expired(now)
     rest = queue.drain()
+    # By level, and in each those whose time is over come last.
+    order = [(call.level, 0 < call.deadline_ns <= now) for call in rest]
+    assert order == sorted(order)
     assert len(queue) == 0
     assert sorted(map(id, [*out, *rest])) == sorted({id(call) for call in [*out, *rest]})
     assert len(out) + len(rest) == count
@@ -391,6 +400,35 @@ class CountingCall(FakeCall):
     @deadline_ns.setter
     def deadline_ns(self, value: int) -> None:
         self._deadline_ns = value
+
+
+@pytest.mark.parametrize("action", ["REJECT", "DELAY"])
+def test_a_call_with_a_timeout_of_its_own_costs_the_same_however_many_wait(action: Literal["REJECT", "DELAY"]) -> None:
+    policy = QueuePolicy(timeout_action=action, default_timeout_us=10_000, allow_timeout_override=True)
+    queue = RequestQueue(4, default_policy=policy)
+    calls = [CountingCall() for _ in range(1000)]
+    for number, call in enumerate(calls):
+        queue.put(call, 0, timeout_us=1000 - number)
+    CountingCall.looks = 0
+    expired = [call for now_us in range(1, 11) for call in queue.expired(now_us * US)]
+    assert expired == ([] if action == "DELAY" else calls[:-11:-1])
+    assert queue.next_deadline_ns == 11 * US
+    assert CountingCall.looks < 100
+    assert queue.drain() == calls[:-10] + ([] if action == "REJECT" else calls[:-11:-1])
+
+
+def test_calls_that_have_left_in_time_are_forgotten() -> None:
+    queue = RequestQueue(1, default_policy=QueuePolicy(default_timeout_us=10_000, allow_timeout_override=True))
+    stays = FakeCall()
+    for _ in range(1000):
+        queue.put(FakeCall(), 0, timeout_us=5000)
+        queue.take(0)
+        queue.put(gone := FakeCall(), 0)
+        queue.withdraw(gone)
+    queue.put(stays, 0)
+    assert len(queue._levels[0].deadlines) < 100
+    assert queue.expired(10_000_000) == [stays]
+    assert queue.next_deadline_ns is None
 
 
 @pytest.mark.parametrize("action", ["REJECT", "DELAY"])
