@@ -36,6 +36,7 @@ from naiad.model_calls import ModelCalls
 from naiad.models.loader import ModelLoader
 from naiad.models.manager import ModelManager
 from naiad.models.model import Model
+from naiad.models.placement import only_gpu
 from naiad.models.sources import RepositorySources
 from naiad.models.table import ModelTable
 from naiad.options import ServerOptions
@@ -80,7 +81,9 @@ def _find_temporary_folder() -> None:
     try:
         tempfile.gettempdir()
     except FileNotFoundError as error:
-        raise Unavailable("no folder for temporary files can be written to: set TMPDIR, or mount one at /tmp") from error
+        raise Unavailable(
+            "no folder for temporary files can be written to: set TMPDIR, or mount one at /tmp"
+        ) from error
 
 
 async def _serve(options: ServerOptions) -> int:
@@ -145,6 +148,8 @@ class Server:
         self.failed_models: list[str] = []
         #: Whether a model repository could not be read.
         self.unreadable = False
+        #: The UUIDs of those that models may use.
+        self._gpus = gpus()
         self._stack = AsyncExitStack()
         self._close_by = 0.0
         self._in_time = True
@@ -231,7 +236,7 @@ class Server:
             options.model_repository,
             config_name=options.model_config_name or "",
             auto_complete=options.auto_complete_config,
-            gpus=gpus(),
+            gpus=tuple(range(len(self._gpus))),
         )
         self._sources = sources
 
@@ -274,8 +279,11 @@ class Server:
 
         def series() -> Iterator[ModelSeries]:
             for model in manager.table.models():
-                cached = store is not None and model.config.response_cache
-                yield ModelSeries(model.statistics, model.config.metric_tags, cached)
+                config = model.config
+                cached = store is not None and config.response_cache
+                gpu = only_gpu(config)
+                gpu_uuid = self._gpus[gpu] if gpu is not None else ""
+                yield ModelSeries(model.statistics, config.metric_tags, cached, gpu_uuid)
 
         system = SystemMetrics(cpu=options.allow_cpu_metrics, gpu=options.allow_gpu_metrics)
         metrics = Metrics(series, settings, system=system, interval_s=options.metrics_interval_ms / 1000)

@@ -1,6 +1,7 @@
 """Which instances a version has, and what a new configuration changes of them: pure.
 
     placed_instances(config)         every instance that the instance groups ask for, named
+    only_gpu(config)                 the GPU where all of them are
     exchange(there, wanted)          which stay as they are, which go, and which are new
     needs_only_instances(...)        whether that is all it takes to follow a change of the repository
 
@@ -42,6 +43,13 @@ def placed_instances(config: ModelConfig) -> list[Placed]:
                 device_id = device if group.kind == "KIND_GPU" else 0
                 placed.append((group, InstanceContext(_name(group, number, device), group.kind, device_id)))
     return placed
+
+
+def only_gpu(config: ModelConfig) -> int | None:
+    """The GPU on which all instances are; None where they are on several, or any is elsewhere."""
+    devices = {(context.kind, context.device_id) for _, context in placed_instances(config)}
+    kind, device = devices.pop() if len(devices) == 1 else ("", 0)
+    return device if kind == "KIND_GPU" else None
 
 
 def _name(group: InstanceGroup, number: int, device: int) -> str:

@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 
-def gpus(environment: Mapping[str, str] = os.environ, root: Path = Path("/")) -> tuple[int, ...]:
-    """The ids by which CUDA will know the GPUs of this machine: 0 to one less than their number."""
+def gpus(environment: Mapping[str, str] = os.environ, root: Path = Path("/")) -> tuple[str, ...]:
+    """The UUIDs of the GPUs of this machine; CUDA will know them by their places here."""
     uuids = _from_nvml()
     if uuids is None:
         uuids = _from_driver(root)
-    return tuple(range(len(visible(uuids, environment.get("CUDA_VISIBLE_DEVICES")))))
+    return tuple(visible(uuids, environment.get("CUDA_VISIBLE_DEVICES")))
 
 
 def visible(uuids: Sequence[str], chosen: str | None) -> list[str]:

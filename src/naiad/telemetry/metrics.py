@@ -16,6 +16,7 @@ from naiad.telemetry import own_metrics
 from naiad.telemetry.custom_metrics import CustomMetrics
 from naiad.telemetry.exposition import Family, Sample, exposition
 from naiad.telemetry.quantiles import ObservedDuration
+from naiad.telemetry.system import NAMES as SYSTEM_NAMES
 from naiad.telemetry.system import SystemMetrics
 
 _DEFAULT_QUANTILES = "0.5:0.05,0.9:0.01,0.95:0.001,0.99:0.001,0.999:0.001"
@@ -50,11 +51,13 @@ class MetricsSettings:
 
 @dataclass(frozen=True, slots=True)
 class ModelSeries:
-    """One model version to show: its live statistics, its `metric_tags`, and whether the response cache is on."""
+    """One model version to show: its live statistics, its `metric_tags`, whether the response cache is on, and the GPU
+    where all of its instances are, if that is so."""
 
     statistics: ModelStatistics
     tags: Mapping[str, str] = field(default_factory=dict)
     cached: bool = False
+    gpu_uuid: str = ""
 
     def labels(self) -> dict[str, str]:
         tags = {f"_{key}": value for key, value in self.tags.items()}
@@ -67,7 +70,7 @@ _COMPUTE_INPUT = "Cumulative compute input duration in microseconds (does not in
 _COMPUTE_INFER = "Cumulative compute inference duration in microseconds (does not include cached requests)"
 _COMPUTE_OUTPUT = "Cumulative inference compute output duration in microseconds (does not include cached requests)"
 
-#: Families of plain numbers: name, type, help, attribute of ModelStatistics.
+#: Families of plain numbers: name, type, help, attribute of ModelStatistics. Counters are those of instances.
 _COUNTS = (
     (
         "nv_inference_request_success",
@@ -158,7 +161,7 @@ _RESERVED = (
     *(name for row in _DURATIONS for name in (row[1], row[3])),
     *(name for row in _CACHE for name, _ in row[1:]),
     *(name for name, _ in _PINNED),
-    *("nv_cpu_utilization", "nv_cpu_memory_total_bytes", "nv_cpu_memory_used_bytes"),
+    *SYSTEM_NAMES,
     *own_metrics.NAMES,
 )
 
@@ -216,15 +219,18 @@ def model_families(models: Iterable[ModelSeries], settings: MetricsSettings) -> 
     for series in models:
         groups.setdefault(tuple(series.labels().items()), []).append(series)
     rows = [(dict(key), group) for key, group in groups.items()]
+    # Triton labels with the GPU what an instance on one counts, and nothing else.
+    of_instances = [({**_gpu_label(group), **labels}, group) for labels, group in rows]
     families: list[Family] = []
     for name, kind, help, path in _COUNTS:
         read = attrgetter(path)
-        samples = [Sample(labels, sum(read(s.statistics) for s in group)) for labels, group in rows]
+        counted = rows if kind == "gauge" else of_instances
+        samples = [Sample(labels, sum(read(s.statistics) for s in group)) for labels, group in counted]
         families.append(Family(name, "gauge" if kind == "gauge" else "counter", help, samples))
     families.insert(1, _failures(rows))
     for part, counter, counter_help, summary, summary_help in _DURATIONS:
         read = attrgetter(part)
-        durations = [(labels, [read(s.statistics.infer) for s in group]) for labels, group in rows]
+        durations = [(labels, [read(s.statistics.infer) for s in group]) for labels, group in of_instances]
         if settings.counter_latencies:
             families.append(Family(counter, "counter", counter_help, [_microseconds(*row) for row in durations]))
         if settings.summary_latencies:
@@ -248,12 +254,18 @@ _Rows = list[tuple[dict[str, str], list[ModelSeries]]]
 _Durations = list[tuple[dict[str, str], list[Duration]]]
 
 
+def _gpu_label(group: list[ModelSeries]) -> dict[str, str]:
+    gpu_uuid = group[-1].gpu_uuid
+    return {"gpu_uuid": gpu_uuid} if gpu_uuid else {}
+
+
 def _failures(rows: _Rows) -> Family:
     family = Family(_FAILURES[0], "counter", _FAILURES[1])
     for labels, group in rows:
         for reason in group[0].statistics.failures:
             count = sum(s.statistics.failures.get(reason, 0) for s in group)
-            family.samples.append(Sample({**labels, "reason": reason}, count))
+            of_instance = _gpu_label(group) if reason == "BACKEND" else {}
+            family.samples.append(Sample({**of_instance, **labels, "reason": reason}, count))
     return family
 
 

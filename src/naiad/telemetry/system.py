@@ -12,6 +12,19 @@ from typing import Any
 from naiad.telemetry.exposition import Family, Sample
 from naiad.telemetry.gpus import visible
 
+#: Of all families, whether this machine has them or not.
+NAMES = (
+    "nv_cpu_utilization",
+    "nv_cpu_memory_total_bytes",
+    "nv_cpu_memory_used_bytes",
+    "nv_gpu_utilization",
+    "nv_gpu_memory_total_bytes",
+    "nv_gpu_memory_used_bytes",
+    "nv_gpu_power_usage",
+    "nv_gpu_power_limit",
+    "nv_energy_consumption",
+)
+
 
 class SystemMetrics:
     """What is measured of the machine. What cannot be read is left out."""

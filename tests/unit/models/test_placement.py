@@ -11,7 +11,7 @@ from naiad.config.model_config import InstanceGroup, ModelConfig, Resource
 from naiad.config.parse import parse_text
 from naiad.config.read import Draft
 from naiad.errors import InvalidArgument
-from naiad.models.placement import exchange, needs_only_instances, placed_instances
+from naiad.models.placement import exchange, needs_only_instances, only_gpu, placed_instances
 from naiad.models.table import Source
 from naiad.repository.snapshot import ModelDirectory, VersionDirectory
 
@@ -48,6 +48,21 @@ PRIORITY = "rate_limiter { priority: 2 }"
 )
 def test_instances_as_triton_names_them(groups, names):
     assert [context.name for _, context in placed(groups)] == names
+
+
+@pytest.mark.parametrize(
+    ("groups", "device"),
+    [
+        (gpu(2, 3), 3),
+        (gpu(1, 0) + gpu(2, 0, name="h"), 0),
+        (gpu(1, 0, 1), None),
+        (gpu(1, 0) + cpu(1), None),
+        (cpu(2), None),
+        (cpu(1, more="passive: true"), None),
+    ],
+)
+def test_the_gpu_where_all_instances_are(groups, device):
+    assert only_gpu(config(groups)) == device
 
 
 @pytest.mark.parametrize(

@@ -47,11 +47,12 @@ def machine(tmp_path, monkeypatch):
 
 
 def test_the_driver_is_asked_where_there_is_no_nvml(machine):
-    assert gpus({}, machine) == (0,)
-    assert gpus({"CUDA_VISIBLE_DEVICES": "GPU-1"}, machine) == (0,)
+    assert gpus({}, machine) == ("GPU-1",)
+    assert gpus({"CUDA_VISIBLE_DEVICES": "GPU-1"}, machine) == ("GPU-1",)
     assert gpus({"CUDA_VISIBLE_DEVICES": "GPU-0"}, machine) == ()
     (machine / "dev" / "nvidia0").touch()
-    assert gpus({}, machine) == (0, 1)
+    assert gpus({}, machine) == ("GPU-0", "GPU-1")
+    assert gpus({"CUDA_VISIBLE_DEVICES": "1,0"}, machine) == ("GPU-1", "GPU-0")
 
 
 def test_a_machine_without_gpus(tmp_path, monkeypatch):

@@ -285,6 +285,33 @@ class NvmlError(Exception):
     pass
 
 
+def test_what_instances_count_is_labelled_with_their_gpu():
+    text = text_of(ModelSeries(used(), cached=True, gpu_uuid="GPU-1"), ModelSeries(used("cpu")), settings=SUMMARIES)
+    of_model = [line for line in text.splitlines() if 'model="m"' in line]
+    labelled = [line.partition("{")[0] for line in of_model if 'gpu_uuid="GPU-1"' in line]
+    plain = [line.partition("{")[0] for line in of_model if "gpu_uuid" not in line]
+    of_instances = {
+        "nv_inference_request_success",
+        "nv_inference_request_failure",  # of the backend
+        "nv_inference_count",
+        "nv_inference_exec_count",
+        *(f"nv_inference_{part}_duration_us" for part in ("request", "queue")),
+        *(f"nv_inference_compute_{part}_duration_us" for part in ("input", "infer", "output")),
+    }
+    assert {name for name in labelled if "summary" not in name} == of_instances
+    assert "nv_inference_compute_infer_summary_us_sum" in labelled
+    assert {name for name in plain if "summary" not in name} == {
+        "nv_inference_request_failure",
+        "nv_inference_pending_request_count",
+        "nv_cache_num_hits_per_model",
+        "nv_cache_hit_duration_per_model",
+        "nv_cache_num_misses_per_model",
+        "nv_cache_miss_duration_per_model",
+    }
+    assert 'nv_inference_request_failure{gpu_uuid="GPU-1",model="m",reason="BACKEND",version="1"} 0' in text
+    assert not [line for line in text.splitlines() if "gpu_uuid" in line and 'model="cpu"' in line]
+
+
 def fake_nvml(monkeypatch, count: int = 1) -> types.ModuleType:
     """NVML with GPUs of which the second cannot tell its power."""
     nvml = types.ModuleType("pynvml")
