@@ -90,6 +90,7 @@ class Step:
         "end",
         "ended",
         "execution",
+        "expires_ns",
         "index",
         "level",
         "own",
@@ -114,6 +115,8 @@ class Step:
         self.rows = 1
         self.level = 0
         self.deadline_ns = 0
+        #: When it is refused, with its sequence, if that is in the backlog; 0 for never.
+        self.expires_ns = 0
         self.ended = False
         self.execution: Any = None
         self.index = 0
@@ -227,6 +230,7 @@ class Slots:
             self._begun += 1
             sequence = self._open[key] = self._backlog[self._begun] = Sequence(key, self._begun)
         step.sequence = sequence
+        step.expires_ns = now_ns + timeout_us * 1000 if timeout_us else 0
         sequence.waiting.append(step)
         if sequence.instance < 0:
             self.waiting_in_backlog += 1
@@ -238,12 +242,13 @@ class Slots:
             sequence.ending = True
             del self._open[key]
         self._fill(now_ns)
-        if sequence.instance < 0 and timeout_us:
-            self._expire_at(sequence, now_ns + timeout_us * 1000)
+        if sequence.instance < 0:
+            self._expire_at(sequence, step.expires_ns)
         return conflict
 
     def _expire_at(self, sequence: Sequence, expires_ns: int) -> None:
-        if sequence.expires_ns and sequence.expires_ns <= expires_ns:
+        """A sequence in the backlog is refused at that time, if it is to be refused no earlier; 0 is never."""
+        if not expires_ns or 0 < sequence.expires_ns <= expires_ns:
             return
         sequence.expires_ns = expires_ns
         if len(self._expiries) > 2 * len(self._backlog) + 64:
@@ -425,6 +430,9 @@ class Slots:
         for sequence in reversed(fresh):
             self._backlog[sequence.number] = sequence
             self._backlog.move_to_end(sequence.number, last=False)
+            # Not before it is in the backlog, from which the heap is made anew.
+            for step in sequence.waiting:
+                self._expire_at(sequence, step.expires_ns)
         self._remove_if_done(instance)
         self._fill(now_ns)
         return ended, steps

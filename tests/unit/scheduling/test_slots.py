@@ -346,6 +346,35 @@ def test_a_sequence_no_instance_has_seen_survives_its_instance(strategy):
 
 
 @BOTH
+def test_a_sequence_that_comes_back_to_the_backlog_expires_there_as_before(strategy):
+    slots = slots_of(strategy, instances=1, width=2, idle_ns=50)
+    a = [give(slots, "a", start=True, timeout_us=9), give(slots, "a", timeout_us=3), give(slots, "a", timeout_us=5)]
+    b = give(slots, "b", start=True)
+    assert slots.next_wake_ns is None
+    assert slots.lose(0, 1000) == ([], [])
+    assert slots.waiting_in_backlog == 4
+    assert slots.next_wake_ns == 3000
+    assert slots.expired(2999) == []
+    assert slots.expired(3000) == a
+    assert slots.expired(9000) == []
+    # One that gets another slot rests there and is evicted as all do.
+    slots.restore(0, 9000)
+    assert taken(slots, 0, 9000) == [b]
+    slots.finish(b, 9000)
+    assert slots.next_wake_ns == 9050
+    assert slots.idle(9050) == [b.sequence]
+
+
+@BOTH
+def test_a_sequence_that_finds_another_slot_in_time_does_not_expire(strategy):
+    slots = slots_of(strategy, instances=2, width=1)
+    a = give(slots, "a", start=True, timeout_us=1)
+    assert slots.lose(a.sequence.instance, 0) == ([], [])
+    assert slots.expired(10_000) == []
+    assert taken(slots, 1, 10_000) == [a]
+
+
+@BOTH
 def test_what_runs_again_comes_before_what_waits(strategy):
     slots = slots_of(strategy)
     first = give(slots, 1, start=True)
@@ -497,6 +526,8 @@ class History(RuleBasedStateMachine):
     def pass_time(self, ns):
         self.now += ns
         self.left(self.slots.expired(self.now))
+        backlog = [s for sequence in self.slots.sequences() if sequence.instance < 0 for s in sequence.waiting]
+        assert not [s for s in backlog if 0 < s.expires_ns <= self.now]
         for sequence in self.slots.idle(self.now):
             assert sequence.running is None
             assert not sequence.waiting
