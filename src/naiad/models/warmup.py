@@ -55,7 +55,7 @@ def samples_of(config: ModelConfig, version: int, directory: Path) -> Iterator[t
         tensors = {item.name: _tensor(item, directory, config.batching) for item in sample.inputs}
         extra = _sequence_inputs(config, directory) if config.scheduling == "sequence" else {}
         inputs = tuple([tensor for name, tensor in tensors.items() if name in config.inputs or name not in extra])
-        request, _, _ = check(InferRequest(config.name, inputs, version))
+        request, _, _ = check(InferRequest(config.name, inputs, version), in_thread=True)
         extra.update((name, tensor) for name, tensor in tensors.items() if name in extra)
         requests = [
             InferRequest(

@@ -67,6 +67,12 @@ def test_random_values_are_values_of_their_type(tmp_path, datatype):
         assert 0 <= values.min() <= values.max() <= 1
 
 
+def test_there_may_be_much_text(tmp_path):
+    dims = str(1 << 19)
+    (request,) = requests_of(config(sample("zero_data: true", "STRING", dims), "STRING", dims=dims), tmp_path)
+    assert len(request.inputs[0].data) == 4 << 19
+
+
 @pytest.mark.parametrize("data", ["zero_data: true", "random_data: true"])
 def test_text_is_empty(tmp_path, data):
     (request,) = requests_of(config(sample(data, "STRING"), "STRING"), tmp_path)

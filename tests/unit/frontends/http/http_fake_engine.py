@@ -210,7 +210,7 @@ class FakeEngine(ModelsInMemory[FakeModel]):
 
     def infer(self, request: InferRequest, sink: ResponseSink, model: object = None) -> FakeCall:
         model = self.models[request.model_name]
-        checked, _, _ = model.check(request)
+        checked, _, _ = model.check(request, in_thread=True)
         self.requests.append(checked)
         call = FakeCall(checked, sink)
         answer = model.run(checked, {tensor.name: to_array(tensor) for tensor in checked.inputs})
