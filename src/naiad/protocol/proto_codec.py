@@ -14,7 +14,7 @@ import numpy as np
 from tritonclient.grpc import service_pb2 as pb
 
 from naiad.config.model_config import ModelConfig
-from naiad.datatypes import BY_NAME, Buffer, DataType, pack_bytes
+from naiad.datatypes import BY_NAME, LARGE, Buffer, DataType, TakesLong, pack_bytes
 from naiad.errors import Internal, InvalidArgument, NaiadError
 from naiad.messages import InferRequest, InferResponse, ParameterValue, SequenceControl, Tensor
 from naiad.protocol.outputs import ALL_BINARY, OutputPlan, OutputSpec, classify, plan_of
@@ -74,6 +74,8 @@ _RESPONSE_OUTPUT_TAG = bytes((5 << 3 | 2,))
 _STREAM_ERROR_TAG = bytes((1 << 3 | 2,))
 _STREAM_RESPONSE_TAG = bytes((2 << 3 | 2,))
 _EMPTY_RAW_OUTPUT = _RAW_OUTPUT_TAG + b"\0"
+#: So many numbers are converted in about 5 ms.
+_AT_ONCE = 1 << 15
 #: What no number on the wire exceeds: ten bytes of seven bits each.
 _VARINT_BITS = 70
 
@@ -132,17 +134,21 @@ def unreadable() -> NaiadError:
     return Internal("Unable to parse request")
 
 
-def parse_request(data: bytes) -> tuple[Message, Sequence[Buffer]]:
-    """A ModelInferRequest and its raw_input_contents. Raises Internal for what is not such a message."""
+def parse_request(data: bytes, in_thread: bool = False) -> tuple[Message, Sequence[Buffer]]:
+    """A ModelInferRequest and its raw_input_contents. Raises Internal for what is not such a message, and TakesLong where
+    it is LARGE without them and this is not `in_thread`; then `decode` takes long, too."""
+    raw = None
+    if len(data) >= SPLIT_BYTE_SIZE:
+        split = _split(data)
+        if split is not None:
+            data, raw = split
+        if len(data) >= LARGE and not in_thread:
+            raise TakesLong
     try:
-        if len(data) >= SPLIT_BYTE_SIZE:
-            split = _split(data)
-            if split is not None:
-                return pb.ModelInferRequest.FromString(split[0]), split[1]
         message = pb.ModelInferRequest.FromString(data)
     except Exception as error:  # protobuf's DecodeError, whose class differs between its implementations
         raise unreadable() from error
-    return message, message.raw_input_contents
+    return message, message.raw_input_contents if raw is None else raw
 
 
 # ---------------------------------------------------------------- requests
@@ -386,7 +392,13 @@ def _pack_as(field: str) -> Callable[[Any, DataType], bytes]:
     def pack(contents: Any, datatype: DataType) -> bytes:
         # Through the widest type of the kind, so that values outside of a narrow one wrap around, as Triton's do.
         wide = np.uint64 if field.startswith("uint") else np.int64
-        return np.array(getattr(contents, field)[:], dtype=wide).astype(datatype.numpy).tobytes()
+        elements = getattr(contents, field)
+        # In pieces, between which other threads can run.
+        pieces = [
+            np.array(elements[at : at + _AT_ONCE], dtype=wide).astype(datatype.numpy).tobytes()
+            for at in range(0, len(elements), _AT_ONCE)
+        ]
+        return b"".join(pieces)
 
     return pack
 
@@ -491,11 +503,17 @@ _FINAL = {final: _parameters({"triton_final_response": final}) for final in (Fal
 
 
 def encode(
-    response: InferResponse, reply: Reply, config: ModelConfig, labels: Mapping[str, Sequence[str]], tail: bytes = b""
+    response: InferResponse,
+    reply: Reply,
+    config: ModelConfig,
+    labels: Mapping[str, Sequence[str]],
+    tail: bytes = b"",
+    in_thread: bool = False,
 ) -> bytes:
     """A ModelInferResponse; `tail` are more of its fields. Outputs that go to regions are written there.
 
-    Raises Internal where a region is too small, InvalidArgument where an output cannot be classified.
+    Raises Internal where a region is too small, InvalidArgument where an output cannot be classified, TakesLong where a
+    LARGE one is to be and this is not `in_thread`.
     """
     head = _MODEL_HEADS.get((response.model_name, response.model_version))
     parts: list[Buffer] = [head or _model_head(response.model_name, response.model_version)]
@@ -511,6 +529,8 @@ def encode(
         data = output.data
         if special and (spec := special.get(output.name)) is not None:
             if spec.classification:
+                if len(data) >= LARGE and not in_thread:
+                    raise TakesLong
                 output = classify(output, spec.classification, list(labels.get(output.name, ())), config.batching)
                 data = output.data
             elif spec.region is not None:
@@ -539,10 +559,15 @@ def stream_response(encoded: bytes, error: str = "") -> bytes:
 
 
 def encode_stream(
-    response: InferResponse, reply: Reply, config: ModelConfig, labels: Mapping[str, Sequence[str]], final: bool
+    response: InferResponse,
+    reply: Reply,
+    config: ModelConfig,
+    labels: Mapping[str, Sequence[str]],
+    final: bool,
+    in_thread: bool = False,
 ) -> bytes:
     """A ModelStreamInferResponse with a response. Raises like `encode`."""
-    return stream_response(encode(response, reply, config, labels, _FINAL[final]))
+    return stream_response(encode(response, reply, config, labels, _FINAL[final], in_thread))
 
 
 def encode_stream_end(model_name: str, id: str) -> bytes:

@@ -13,7 +13,7 @@ from tritonclient.grpc import model_config_pb2
 from tritonclient.grpc import service_pb2 as pb
 
 from naiad.config.model_config import ModelConfig
-from naiad.datatypes import DataType, pack_bytes
+from naiad.datatypes import LARGE, DataType, TakesLong, pack_bytes, unpack_bytes
 from naiad.errors import Internal, InvalidArgument, NotFound, Unsupported
 from naiad.messages import InferRequest, InferResponse, SequenceControl, Tensor
 from naiad.protocol import proto_codec
@@ -464,7 +464,32 @@ def test_what_is_no_message() -> None:
         parse_request(b"\xff" * SPLIT_BYTE_SIZE)
     # A size that goes on and on is not read to its end, which takes the square of its length.
     with pytest.raises(Internal, match=r"^Unable to parse request$"):
-        parse_request(b"\x3a" + b"\xff" * 4_000_000)
+        parse_request(b"\x3a" + b"\xff" * 4_000_000, True)
+
+
+def test_only_what_is_large_without_its_raw_contents_takes_long() -> None:
+    raw = message(inputs=[tensor()], raw_input_contents=[bytes(LARGE)]).SerializeToString()
+    assert len(parse_request(raw)[1][0]) == LARGE
+    numbers = list(range(-5, LARGE // 2))
+    typed = message(inputs=[tensor(shape=[len(numbers)], contents=pb.InferTensorContents(int_contents=numbers))])
+    with pytest.raises(TakesLong):
+        parse_request(typed.SerializeToString())
+    request, _ = decode(*parse_request(typed.SerializeToString(), True), CONFIG, Regions())
+    assert request.inputs[0].data == np.array(numbers, np.int32).tobytes()
+
+
+def test_classes_of_a_large_output_take_long() -> None:
+    _, reply = read(requested(classification=parameter(int64_param=2)))
+    values = np.arange(LARGE // 4, dtype=np.float32)
+    response = InferResponse("m", 1, "", (Tensor("Y", DataType.FP32, (1, len(values)), values.tobytes()),))
+    with pytest.raises(TakesLong):
+        encode(response, reply, CONFIG, {})
+    answer = pb.ModelInferResponse.FromString(encode(response, reply, CONFIG, {}, b"", True))
+    last = len(values) - 1
+    assert unpack_bytes(answer.raw_output_contents[0], (2,)).tolist() == [
+        b"%d.000000:%d" % (last, last),
+        b"%d.000000:%d" % (last - 1, last - 1),
+    ]
 
 
 # ---------------------------------------------------------------- wire format

@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 from grpc import aio
 
+from naiad.datatypes import TakesLong
 from naiad.errors import InvalidArgument, NaiadError
 from naiad.frontends.grpc.errors import status
 from naiad.frontends.grpc.options import GrpcOptions
@@ -92,9 +93,16 @@ class GrpcioServer:
             # The client left, or its deadline passed.
             call.cancel()
             raise
-        if isinstance(answer, NaiadError):
-            await context.abort(*status(answer))
-            raise AssertionError("unreachable: abort raises")
+        try:
+            if isinstance(answer, InferResponse):
+                answer = await sink.encode(answer)
+            elif isinstance(answer, NaiadError):
+                raise answer
+        except NaiadError as error:
+            await context.abort(*status(error))
+        except Exception as error:
+            await _abort_unexpected(context, error)
+        assert isinstance(answer, bytes), "unreachable: abort raises"
         return answer
 
     def _serving(self, method: Method) -> Callable[[bytes, Context], Awaitable[bytes]]:
@@ -133,14 +141,14 @@ class GrpcioServer:
 
 
 class _UnaryCall:
-    """The sink of a unary inference: its one result, encoded, or the error."""
+    """The sink of a unary inference: its one result, encoded or, if that takes long, to be encoded; or the error."""
 
     __slots__ = ("_model", "_reply", "answer")
 
     _model: Model
     _reply: Reply
 
-    def __init__(self, answer: asyncio.Future[bytes | NaiadError]) -> None:
+    def __init__(self, answer: asyncio.Future[bytes | InferResponse | NaiadError]) -> None:
         self.answer = answer
 
     def expect(self, model: Model, reply: Reply) -> None:
@@ -152,14 +160,22 @@ class _UnaryCall:
             return
         try:
             assert result is not None, "a call of an ordinary model ended without a result; this is a bug"
-            answer: bytes | NaiadError
+            answer: bytes | InferResponse | NaiadError
             if isinstance(result, InferResponse):
                 answer = encode(result, self._reply, self._model.config, self._model.labels)
             else:
                 answer = result
         except NaiadError as error:
             answer = error
+        except TakesLong:
+            assert isinstance(result, InferResponse)
+            answer = result.owned()
         self.answer.set_result(answer)
+
+    async def encode(self, response: InferResponse) -> bytes:
+        """Has a thread do it. Raises like `proto_codec.encode`."""
+        model = self._model
+        return await asyncio.to_thread(encode, response, self._reply, model.config, model.labels, b"", True)
 
 
 async def _abort_unexpected(context: Context, error: Exception) -> None:

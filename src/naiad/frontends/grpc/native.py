@@ -14,6 +14,7 @@ from typing import Any
 from grpc import StatusCode
 from pygrpc_native import EVENT_CANCEL, NativeGrpcFront
 
+from naiad.datatypes import TakesLong
 from naiad.errors import NaiadError, Unavailable
 from naiad.frontends.grpc.errors import SHUTTING_DOWN, status
 from naiad.frontends.grpc.grpcio import GrpcioServer
@@ -149,6 +150,23 @@ class NativeServer:
                 task = self._loop.create_task(self._serve(call_id, self._methods[method - 1], data, *details[:2]))
                 self._tasks[call_id] = task
 
+    def respond_slowly(self, call_id: int, response: InferResponse, reply: Reply, model: Model) -> None:
+        """Has a thread write the response."""
+        self._tasks[call_id] = self._loop.create_task(self._respond_slowly(call_id, response, reply, model))
+
+    async def _respond_slowly(self, call_id: int, response: InferResponse, reply: Reply, model: Model) -> None:
+        try:
+            self.respond(
+                call_id, await asyncio.to_thread(encode, response, reply, model.config, model.labels, b"", True)
+            )
+        except NaiadError as error:
+            self.fail(call_id, error)
+        except Exception as error:
+            self._fail_unexpected(call_id, error)
+        finally:
+            del self._tasks[call_id]
+            self._note_idle()
+
     async def _serve(self, call_id: int, method: Method, data: bytes, metadata: Metadata, peer: str) -> None:
         try:
             self._front.respond(call_id, await method(data, metadata, peer))
@@ -224,6 +242,8 @@ class _UnaryCall:
                 data = encode(result, self._reply, self._model.config, self._model.labels)
             except NaiadError as error:
                 server.fail(self._id, error)
+            except TakesLong:
+                server.respond_slowly(self._id, result.owned(), self._reply, self._model)
             else:
                 server.respond(self._id, data)
         else:

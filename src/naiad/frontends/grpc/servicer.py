@@ -4,10 +4,11 @@ Unary inference is begun here and answered by a sink; everything else is a corou
 are `NaiadError`s. Lives on the event loop.
 """
 
+import logging
 import os
 import re
 import time
-from asyncio import ensure_future, sleep, wait
+from asyncio import Task, ensure_future, get_running_loop, sleep, to_thread, wait
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -15,14 +16,17 @@ from typing import Any, Protocol
 from tritonclient.grpc import service_pb2 as pb
 
 from naiad.config.model_config import ModelConfig
-from naiad.errors import InvalidArgument, NotFound, Unavailable, Unsupported
+from naiad.datatypes import TakesLong
+from naiad.errors import Cancelled, Internal, InvalidArgument, NaiadError, NotFound, Unavailable, Unsupported
 from naiad.frontends.grpc import documents
 from naiad.messages import IndexEntry, InferRequest, ModelMetadata, ParameterValue, ResponseSink, ServerMetadata
 from naiad.options import Restriction, forward_pattern
 from naiad.protocol.proto_codec import Reply, decode, parse_request, parse_version, recall, remember, unreadable
-from naiad.protocol.regions import Regions, is_local_peer
+from naiad.protocol.regions import CopyingCall, Regions, is_local_peer
 from naiad.statistics import ModelStatistics
 from naiad.telemetry.trace import TraceSettings, off
+
+_LOGGER = logging.getLogger(__name__)
 
 SERVICE = "inference.GRPCInferenceService"
 HEALTH_SERVICE = "grpc.health.v1.Health"
@@ -121,7 +125,8 @@ class Servicer:
             _check(self._inference_guard, metadata)
 
     def infer(self, data: bytes, metadata: Metadata, peer: str, sink: InferenceSink) -> Call:
-        """Begins the unary inference asked for by the bytes of a ModelInferRequest."""
+        """Begins the unary inference asked for by the bytes of a ModelInferRequest. What is wrong with one that takes long
+        to read goes to the sink, as an error that is `refused`."""
         if self._inference_guard is not None:
             _check(self._inference_guard, metadata)
         start_ns = time.monotonic_ns() if self._traces.active else 0
@@ -130,7 +135,10 @@ class Servicer:
             model = self._engine.model(request.model_name, request.model_version)
             _check_unary(model)
         else:
-            message, raw = parse_request(data)
+            try:
+                message, raw = parse_request(data)
+            except TakesLong:
+                return LargeCall(self, data, metadata, peer, sink, start_ns, self._unary_model)
             model, version = self.model(message)
             _check_unary(model)
             request, reply = decode(message, raw, model.config, self._regions, version, peer)
@@ -148,6 +156,11 @@ class Servicer:
         version = parse_version(message.model_version)
         return self._engine.model(message.model_name, version), version
 
+    def _unary_model(self, message: Message) -> tuple[Model, int]:
+        model, version = self.model(message)
+        _check_unary(model)
+        return model, version
+
     def infer_in_stream(
         self,
         message: Message,
@@ -161,6 +174,35 @@ class Servicer:
         """Begins one inference of a stream, whose sink knows how to answer a model of any kind."""
         start_ns = time.monotonic_ns() if self._traces.active else 0
         request, reply = decode(message, raw, model.config, self._regions, version, peer)
+        return self._submit(request, reply, model, metadata, sink, start_ns)
+
+    def infer_large_in_stream(
+        self,
+        data: bytes,
+        metadata: Metadata,
+        peer: str,
+        sink: InferenceSink,
+        find_model: "FindModel",
+    ) -> "LargeCall":
+        """The same for a message that takes long to read."""
+        start_ns = time.monotonic_ns() if self._traces.active else 0
+        return LargeCall(self, data, metadata, peer, sink, start_ns, find_model)
+
+    async def infer_large(self, large: "LargeCall", data: bytes, peer: str, start_ns: int) -> Call:
+        """Reads the message of a `large` call in a thread and begins its inference."""
+        message, raw = await to_thread(parse_request, data, True)
+        model, version = large.find_model(message)
+        # Regions are only looked up and read in the thread, which no change on the loop can tear.
+        request, reply = await to_thread(decode, message, raw, model.config, self._regions, version, peer)
+        if large.is_cancelled:
+            raise Cancelled("")
+        # It may be another one by now.
+        model, _ = self.model(message)
+        return self._submit(request, reply, model, large.metadata, large.sink, start_ns)
+
+    def _submit(
+        self, request: InferRequest, reply: Reply, model: Model, metadata: Metadata, sink: InferenceSink, start_ns: int
+    ) -> Call:
         if self._forward is not None:
             request = self._forwarded(request, metadata, self._forward)
         if start_ns:
@@ -374,6 +416,53 @@ class Servicer:
             values[key] = getattr(setting, field)
         settings = self._log_settings.update(None, values) if values else self._log_settings.get(None)
         return documents.log_settings(settings)
+
+
+FindModel = Callable[[Message], tuple[Model, int]]
+
+
+class LargeCall:
+    """An inference whose message takes long to read. What is refused goes to the sink, as an error that is `refused`.
+
+    `find_model` does that, as `Servicer.model`, when the message has been read.
+    """
+
+    __slots__ = ("_call", "begun", "find_model", "is_cancelled", "metadata", "sink")
+
+    def __init__(
+        self,
+        servicer: Servicer,
+        data: bytes,
+        metadata: Metadata,
+        peer: str,
+        sink: InferenceSink,
+        start_ns: int,
+        find_model: "FindModel",
+    ) -> None:
+        self.metadata = metadata
+        self.sink = sink
+        self.find_model = find_model
+        self.is_cancelled = False
+        self._call: Call | None = None
+        #: Done when the inference has begun, or has been refused.
+        self.begun: Task[None] = get_running_loop().create_task(self._begin(servicer, data, peer, start_ns))
+
+    async def _begin(self, servicer: Servicer, data: bytes, peer: str, start_ns: int) -> None:
+        try:
+            self._call = call = await servicer.infer_large(self, data, peer, start_ns)
+            if type(call) is CopyingCall:
+                await wait((call.begun,))
+        except NaiadError as error:
+            error.refused = True
+            self.sink.send(error, True)
+        except Exception as error:
+            _LOGGER.exception("a large gRPC request failed")
+            self.sink.send(Internal(f"unexpected error: {error}"), True)
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+        if self._call is not None:
+            self._call.cancel()
 
 
 Act = Callable[[Message, str], Awaitable[Message]]

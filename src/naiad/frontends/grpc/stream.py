@@ -9,11 +9,13 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import AsyncIterable
+from functools import partial
 from typing import Any
 
+from naiad.datatypes import TakesLong
 from naiad.errors import Cancelled, Internal, NaiadError, ResourceExhausted, Unavailable
 from naiad.frontends.grpc.errors import SHUTTING_DOWN, status
-from naiad.frontends.grpc.servicer import Call, Metadata, Model, Servicer
+from naiad.frontends.grpc.servicer import Call, LargeCall, Metadata, Model, Servicer
 from naiad.messages import InferResponse, Result
 from naiad.protocol.proto_codec import Reply, encode_stream, encode_stream_end, encode_stream_error, parse_request
 from naiad.protocol.regions import CopyingCall
@@ -36,7 +38,7 @@ class Stream:
         self._metadata = metadata
         self._peer = peer
         self._strict = any(key == "triton_grpc_error" and value == "true" for key, value in metadata)
-        self._outbox: deque[bytes] = deque()
+        self._outbox: deque[bytes | _LargeResponse] = deque()
         self._calls: set[_StreamCall] = set()
         #: Calls of ordinary models in the order of their requests; only the first one's responses go out.
         self._ordered: deque[_StreamCall] = deque()
@@ -56,7 +58,10 @@ class Stream:
                 while self._outbox:
                     message = self._outbox.popleft()
                     self._backlog -= len(message)
-                    await context.write(message)
+                    if not isinstance(message, bytes):
+                        message = await self._encode(message)
+                    if message:
+                        await context.write(message)
                 self._room.set()
                 # From here to the wait nothing else runs, so no news are missed.
                 if self._is_stopping:
@@ -105,18 +110,19 @@ class Stream:
         # A request for an unknown model counts as one for an ordinary model: its error keeps its place.
         self._ordered.append(call)
         try:
-            message, raw = parse_request(data)
-            call.id = message.id
-            call.model_name = message.model_name
-            model, version = self._servicer.model(message)
-            if model.config.decoupled:
-                self._ordered.pop()
-                call.is_ordered = False
-            begun = self._servicer.infer_in_stream(message, raw, model, version, self._metadata, self._peer, call)
+            begun: Call
+            try:
+                message, raw = parse_request(data)
+            except TakesLong:
+                find_model = partial(self._find_model, call)
+                begun = self._servicer.infer_large_in_stream(data, self._metadata, self._peer, call, find_model)
+            else:
+                model, version = self._find_model(call, message)
+                begun = self._servicer.infer_in_stream(message, raw, model, version, self._metadata, self._peer, call)
             if not call.is_done:
                 call.call = begun
             call.is_accepted = True
-            if type(begun) is CopyingCall:
+            if type(begun) is CopyingCall or type(begun) is LargeCall:
                 return begun.begun
         except NaiadError as error:
             call.refuse(error)
@@ -125,7 +131,23 @@ class Stream:
             call.refuse(Internal(f"unexpected error: {error}"))
         return None
 
-    def emit(self, call: "_StreamCall", message: bytes) -> None:
+    def _find_model(self, call: "_StreamCall", message: Any) -> tuple[Model, int]:
+        """Before the next message is read."""
+        call.id = message.id
+        call.model_name = message.model_name
+        model, version = self._servicer.model(message)
+        if model.config.decoupled:
+            self._ordered.pop()
+            call.is_ordered = False
+        return model, version
+
+    async def _encode(self, response: "_LargeResponse") -> bytes:
+        try:
+            return await asyncio.to_thread(response.encode)
+        except NaiadError as error:
+            return b"" if self.fail(error) else response.call.error(error, response.final)
+
+    def emit(self, call: "_StreamCall", message: "bytes | _LargeResponse") -> None:
         if self._failure is not None:
             return
         self._backlog += len(message)
@@ -193,7 +215,7 @@ class _StreamCall:
         self.id = ""
         self.model_name = ""
         self.call: Call | None = None
-        self.held: list[bytes] = []
+        self.held: list[bytes | _LargeResponse] = []
         self.is_ordered = True
         self.is_done = False
         #: The engine has taken the request; until then an error is the request's, not the model's.
@@ -210,6 +232,8 @@ class _StreamCall:
                 message = encode_stream(result, self._reply, self.model.config, self.model.labels, final)
             except NaiadError as error:
                 self._send_error(error, final)
+            except TakesLong:
+                stream.emit(self, _LargeResponse(self, result.owned(), final))
             else:
                 stream.emit(self, message)
         elif result is not None:
@@ -232,6 +256,30 @@ class _StreamCall:
         if self.call is not None:
             self.call.cancel()
 
+    def encode(self, response: InferResponse, final: bool) -> bytes:
+        """In a thread."""
+        return encode_stream(response, self._reply, self.model.config, self.model.labels, final, True)
+
+    def error(self, error: NaiadError, final: bool) -> bytes:
+        return encode_stream_error(error.message, self.id, self.model_name, final)
+
     def _send_error(self, error: NaiadError, final: bool) -> None:
         if not self._stream.fail(error):
-            self._stream.emit(self, encode_stream_error(error.message, self.id, self.model_name, final))
+            self._stream.emit(self, self.error(error, final))
+
+
+class _LargeResponse:
+    """A response whose message takes long to write: that is done when its turn has come."""
+
+    __slots__ = ("_response", "call", "final")
+
+    def __init__(self, call: _StreamCall, response: InferResponse, final: bool) -> None:
+        self.call = call
+        self._response = response
+        self.final = final
+
+    def __len__(self) -> int:
+        return sum([len(tensor.data) for tensor in self._response.outputs])
+
+    def encode(self) -> bytes:
+        return self.call.encode(self._response, self.final)
