@@ -47,18 +47,25 @@ class _Responses:
         self.messages.wake(final)
 
     def _add(self, result: Result) -> None:
-        status = 200
+        is_first = self.count == 0
+        if (
+            isinstance(result, InferResponse)
+            and (size := sum([len(tensor.data) for tensor in result.outputs])) >= LARGE
+        ):
+            owned = result.owned()
+            self.messages.add(Message(make=lambda: self._text(owned, is_first), size=size))
+        else:
+            self.messages.add(Message(self._text(result, is_first)))
+
+    def _text(self, result: Result, is_first: bool) -> bytes:
         try:
-            if isinstance(result, InferResponse):
-                text = dump(generate_document(result))
-            else:
+            if isinstance(result, NaiadError):
                 raise result
+            return dump(generate_document(result))
         except NaiadError as error:
-            text = error_document(error.message)
-            status = 400
-        if self.count == 0:
-            self.status = status
-        self.messages.add(Message(text))
+            if is_first:
+                self.status = 400
+            return error_document(error.message)
 
 
 class Generation:
@@ -121,7 +128,7 @@ class Generation:
 async def _single(exchange: Exchange, responses: _Responses) -> None:
     while not responses.messages.final:
         await responses.messages.more()
-    text = responses.messages.waiting[0].text if responses.count == 1 else _NOT_ONE
+    text = await responses.messages.take(b"%b") if responses.count == 1 else _NOT_ONE
     # In chunks, as Triton answers here.
     transport = exchange.response_stream(responses.status, JSON)
     await transport.send_bytes(text)

@@ -150,7 +150,8 @@ class _Reply:
         size = 0
         for tensor in response.outputs:
             spec = self._plan.outputs.get(tensor.name)
-            if spec is None or not (spec.binary or spec.region) or self._encoding is not None:
+            as_it_is = spec is not None and (spec.binary or spec.region is not None) and not spec.classification
+            if not as_it_is or self._encoding is not None:
                 size += len(tensor.data)
         return size >= LARGE
 

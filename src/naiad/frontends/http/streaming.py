@@ -92,7 +92,11 @@ async def send_all(
     """
     while not messages.waiting and not messages.final:
         await messages.more()
+    # Writing the first one may be what decides the status.
+    first = await messages.take(frame)
     stream = exchange.response_stream(status(), headers)
+    if first:
+        await stream.send_bytes(first)
     while True:
         if messages.backlog > MAX_BACKLOG:
             await stream.send_bytes(frame % too_slow)

@@ -232,6 +232,19 @@ class TestInfer:
         answer = await client.post("/v2/models/ident_fp32/infer", document)
         assert np.array_equal(np.array(answer.json["outputs"][0]["data"], np.float32), values)
 
+    @pytest.mark.parametrize("binary", [False, True])
+    async def test_classes_of_large_outputs_are_found_in_a_thread(
+        self, client: Client, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, binary: bool
+    ) -> None:
+        threads = note_threads(monkeypatch, inference, "encode_response")
+        wish = {"name": "OUTPUT0", "parameters": {"classification": 1, "binary_data": binary}}
+        document = {"inputs": [ints("INPUT0", [1])], "outputs": [wish]}
+        for count in (2, 300_000):
+            asking = asyncio.ensure_future(client.post("/v2/models/held/infer", document))
+            (await engine.calls.get()).send({"OUTPUT0": np.arange(count, dtype=np.int32)}, True)
+            assert b"%d:%d" % (count - 1, count - 1) in (await asking).body
+        assert threads == [True, False]
+
     async def test_large_body_in_chunks(self, client: Client) -> None:
         body = json.dumps(ADD_SUB).encode()
         chunks = b"".join(b"%x\r\n%b\r\n" % (len(body[i : i + 50]), body[i : i + 50]) for i in range(0, len(body), 50))
@@ -768,6 +781,26 @@ class TestGenerate:
             answer = await client.post("/v2/models/gen_plain/generate", {"text_input": "x" * size})
             assert answer.json["length"] == size
         assert threads == [True, False]
+
+    @pytest.mark.parametrize("action", ["generate", "generate_stream"])
+    async def test_large_responses_are_written_in_a_thread(
+        self, client: Client, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, action: str
+    ) -> None:
+        threads = note_threads(monkeypatch, generate, "generate_document")
+        large = np.arange(300_000, dtype=np.int32)
+        for values, status in (
+            (large[:2], 200),
+            (large, 200),
+            # Cannot be JSON, which Triton calls a bad request.
+            (np.zeros(600_000, np.float16), 400),
+        ):
+            asking = asyncio.ensure_future(client.post(f"/v2/models/held/{action}", {"INPUT0": [1]}))
+            (await engine.calls.get()).send({"OUTPUT0": values}, True)
+            answer = await asking
+            document = events(answer.body)[0] if action == "generate_stream" else answer.json
+            assert answer.status == status
+            assert status == 400 or document["OUTPUT0"] == values.tolist()
+        assert threads == [True, False, False]
 
     async def test_no_response(self, client: Client) -> None:
         assert (await client.post("/v2/models/gen_decoupled/generate", {"text_input": ""})).status == 200
