@@ -137,15 +137,34 @@ def _choice(flag: str, *choices: str) -> Callable[[str], str]:
     return parse
 
 
-def _bytes_of_device(text: str) -> tuple[int, int]:
-    """`<device>:<bytes>`. What follows another colon is left out, as C's stoull does."""
-    device, colon, size = text.partition(":")
+def _pair(text: str) -> tuple[str, str]:
+    """`<first>:<second>`. What follows another colon is left out, as C's stoull does."""
+    first, colon, second = text.partition(":")
     if not colon:
         raise ValueError(
             "Cannot parse pair option due to incorrect number of inputs.--<pair option> argument requires format "
             f"<first>:<second>. Found: {text}"
         )
-    return _int(device), _int(size.partition(":")[0])
+    return first, second.partition(":")[0]
+
+
+def _bytes_of_device(text: str) -> tuple[int, int]:
+    device, size = _pair(text)
+    return _int(device), _int(size)
+
+
+def _share_of_device(text: str) -> tuple[int, float]:
+    device, share = _pair(text)
+    return _int(device), _float(share)
+
+
+def _shares(limits: tuple[tuple[int, float], ...]) -> str | None:
+    for device, share in limits:
+        if device < 0:
+            return f"expects device ID >= 0, got {device}"
+        if not 0 <= share <= 1:
+            return f"expects limit fraction to be in range [0.0, 1.0], got {share:f}"
+    return None
 
 
 def _client_shm(text: str) -> str:
@@ -548,6 +567,16 @@ class ServerOptions:
         kind=int,
         check=_at_least(0),
     )
+    model_load_gpu_limit: tuple[tuple[int, float], ...] = _repository(
+        "--model-load-gpu-limit",
+        (),
+        "The share of a GPU's memory, 0 to 1, above which an instance is not loaded: if, once it is there, more is in use, "
+        "its model does not load. May be given once for each GPU. Needs NVML's Python module: pip install 'naiad[gpu]'.",
+        parse=_share_of_device,
+        metavar="<device_id>:<fraction>",
+        repeatable=True,
+        check=_shares,
+    )
     strict_model_config: bool = _repository(
         "--strict-model-config", False, "Deprecated: use --disable-auto-complete-config.", kind=bool
     )
@@ -947,7 +976,6 @@ REFUSED: dict[str, str] = {
     "--cache-directory": "caches are part of the server, not libraries",
     "--min-supported-compute-capability": "the frameworks of the backends decide which GPUs they support",
     "--host-policy": "models are not bound to NUMA nodes or cores",
-    "--model-load-gpu-limit": "the server does not limit the GPU memory of models",
 }
 
 #: Those of them that may be given as long as they ask for nothing.

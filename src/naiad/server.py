@@ -33,6 +33,7 @@ from naiad.instances.hosts import Hosts
 from naiad.instances.provision import Environments, default_directory
 from naiad.messages import InferRequest, ResponseSink
 from naiad.model_calls import ModelCalls
+from naiad.models.gpu_limits import GpuLimits
 from naiad.models.loader import ModelLoader
 from naiad.models.manager import ModelManager
 from naiad.models.model import Model
@@ -262,6 +263,7 @@ class Server:
                 info=self.log.info,
             ),
             backend_directory=Path(options.backend_directory),
+            gpu_limits=GpuLimits(dict(options.model_load_gpu_limit), self._gpus),
         )
         return ModelManager(
             ModelTable(),

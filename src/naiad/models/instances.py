@@ -15,6 +15,7 @@ from naiad.config.model_config import ModelConfig
 from naiad.instances.hosts import HostedModel
 from naiad.instances.instance import Instance
 from naiad.instances.thread import ThreadModel
+from naiad.models.gpu_limits import GpuLimits
 from naiad.models.placement import Exchange, exchange, placed_instances
 from naiad.models.warmup import warm_up
 from naiad.scheduling.rate_limit import Claim, NoLimiter, Placed, RateLimiter
@@ -41,12 +42,14 @@ class VersionInstances:
         version: int,
         directory: Path,
         log: Log,
+        gpu_limits: GpuLimits,
     ) -> None:
         self.hosted = hosted
         self._limiter = limiter
         self._version = version
         self._directory = directory
         self._log = log
+        self._gpu_limits = gpu_limits
         self._scheduler: TurnScheduler | None = None
         self._there: list[Held] = []
         #: What the rate limiter knows of: of those there, of new ones and of those that leave.
@@ -80,6 +83,7 @@ class VersionInstances:
     async def _load_warm(self, config: ModelConfig, contexts: list[InstanceContext]) -> list[Instance]:
         instances = await self.hosted.load(config.as_dict(), contexts)
         try:
+            await self._gpu_limits.check(contexts)
             await warm_up(config, self._version, self._directory, instances, self._log)
         except BaseException:
             await self.hosted.remove(instances, 0.0)

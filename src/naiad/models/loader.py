@@ -17,6 +17,7 @@ from naiad.instances.interpreter import ENVIRONMENT_PARAMETER, interpreter_of
 from naiad.instances.provision import Environments
 from naiad.instances.references import GROUP
 from naiad.messages import InferRequest, ResponseSink
+from naiad.models.gpu_limits import GpuLimits
 from naiad.models.instances import VersionInstances
 from naiad.models.model import InstanceUpdate, Model
 from naiad.models.placement import placed_instances
@@ -48,6 +49,7 @@ class ModelLoader:
         lookup: Callable[[str, int], Model],
         environments: Environments,
         backend_directory: Path,
+        gpu_limits: GpuLimits,
         store: Store | None = None,
         limiter: NoLimiter | RateLimiter | None = None,
     ) -> None:
@@ -62,6 +64,7 @@ class ModelLoader:
         self._limiter = limiter or NoLimiter()
         self._environments = environments
         self._backend_directory = backend_directory
+        self._gpu_limits = gpu_limits
 
     async def load(self, source: Source, version: int) -> Model:
         """Loads one version. Raises NaiadError; then nothing of it is left."""
@@ -98,7 +101,7 @@ class ModelLoader:
                 interpreter=interpreter,
             )
         )
-        instances = VersionInstances(hosted, self._limiter, version, Path(draft.directory), self._log)
+        instances = VersionInstances(hosted, self._limiter, version, Path(draft.directory), self._log, self._gpu_limits)
         try:
             return await self._load_into(instances, draft, version, start)
         except BaseException:

@@ -6,6 +6,8 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from naiad.errors import Unavailable
+
 
 def gpus(environment: Mapping[str, str] = os.environ, root: Path = Path("/")) -> tuple[str, ...]:
     """The UUIDs of the GPUs of this machine; CUDA will know them by their places here."""
@@ -13,6 +15,23 @@ def gpus(environment: Mapping[str, str] = os.environ, root: Path = Path("/")) ->
     if uuids is None:
         uuids = _from_driver(root)
     return tuple(visible(uuids, environment.get("CUDA_VISIBLE_DEVICES")))
+
+
+def used_share(uuid: str) -> float:
+    """The share, 0 to 1, of a GPU's memory that is in use, by whomever. Blocks for milliseconds. Raises Unavailable where
+    NVML cannot say."""
+    try:
+        nvml = importlib.import_module("pynvml")
+        nvml.nvmlInit()
+    except Exception as error:  # NVML has an exception class for each
+        raise Unavailable(f"cannot ask NVML for the memory of {uuid} (pip install 'naiad[gpu]'): {error}") from error
+    try:
+        memory = nvml.nvmlDeviceGetMemoryInfo(nvml.nvmlDeviceGetHandleByUUID(uuid))
+        return float(memory.used / memory.total)
+    except nvml.NVMLError as error:
+        raise Unavailable(f"NVML does not say how much of the memory of {uuid} is in use: {error}") from error
+    finally:
+        nvml.nvmlShutdown()
 
 
 def visible(uuids: Sequence[str], chosen: str | None) -> list[str]:

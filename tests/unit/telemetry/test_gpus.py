@@ -1,10 +1,12 @@
 """Which GPUs CUDA will see."""
 
 import sys
+import types
 
 import pytest
 
-from naiad.telemetry.gpus import gpus, visible
+from naiad.errors import Unavailable
+from naiad.telemetry.gpus import gpus, used_share, visible
 
 A, B, C = UUIDS = ["GPU-aaaa-1", "GPU-aabb-2", "GPU-cccc-3"]
 
@@ -58,3 +60,29 @@ def test_the_driver_is_asked_where_there_is_no_nvml(machine):
 def test_a_machine_without_gpus(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert gpus({}, tmp_path) == ()
+
+
+def test_how_much_of_a_gpu_is_in_use(monkeypatch):
+    class Error(Exception):
+        pass
+
+    def info(handle):
+        if handle != "GPU-1":
+            raise Error("lost")
+        return types.SimpleNamespace(total=80, used=60)
+
+    nvml = types.ModuleType("pynvml")
+    nvml.open = 0
+    nvml.NVMLError = Error
+    nvml.nvmlInit = lambda: setattr(nvml, "open", nvml.open + 1)
+    nvml.nvmlShutdown = lambda: setattr(nvml, "open", nvml.open - 1)
+    nvml.nvmlDeviceGetHandleByUUID = lambda uuid: uuid
+    nvml.nvmlDeviceGetMemoryInfo = info
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    assert used_share("GPU-1") == 0.75
+    with pytest.raises(Unavailable, match="NVML does not say how much of the memory of GPU-2 is in use: lost"):
+        used_share("GPU-2")
+    assert nvml.open == 0
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    with pytest.raises(Unavailable, match=r"pip install 'naiad\[gpu\]'"):
+        used_share("GPU-1")
