@@ -6,7 +6,10 @@ the regions that a request names; runs on the event loop.
 """
 
 import re
+import struct
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
+from time import sleep
 from typing import Any
 
 import msgspec
@@ -14,7 +17,7 @@ import numpy as np
 from tritonclient.grpc import service_pb2 as pb
 
 from naiad.config.model_config import ModelConfig
-from naiad.datatypes import BY_NAME, LARGE, Buffer, DataType, TakesLong, pack_bytes
+from naiad.datatypes import BY_NAME, LARGE, Buffer, DataType, TakesLong
 from naiad.errors import Internal, InvalidArgument, NaiadError
 from naiad.messages import InferRequest, InferResponse, ParameterValue, SequenceControl, Tensor
 from naiad.protocol.outputs import ALL_BINARY, OutputPlan, OutputSpec, classify, plan_of
@@ -74,7 +77,8 @@ _RESPONSE_OUTPUT_TAG = bytes((5 << 3 | 2,))
 _STREAM_ERROR_TAG = bytes((1 << 3 | 2,))
 _STREAM_RESPONSE_TAG = bytes((2 << 3 | 2,))
 _EMPTY_RAW_OUTPUT = _RAW_OUTPUT_TAG + b"\0"
-#: So many numbers are converted in about 5 ms.
+_TEXT_SIZE = struct.Struct("<I")
+#: So many elements are converted in about 5 ms.
 _AT_ONCE = 1 << 15
 #: What no number on the wire exceeds: ten bytes of seven bits each.
 _VARINT_BITS = 70
@@ -385,7 +389,15 @@ def _pack_block(contents: Any, datatype: DataType) -> bytes:
 
 
 def _pack_texts(contents: Any, datatype: DataType) -> bytes:
-    return pack_bytes(contents.bytes_contents)
+    elements = contents.bytes_contents
+    pieces: list[bytes] = []
+    # In pieces, which takes a third of the time, and between which other threads can run.
+    for at in range(0, len(elements), _AT_ONCE):
+        if at:
+            sleep(0)
+        texts = elements[at : at + _AT_ONCE]
+        pieces.append(b"".join(chain.from_iterable(zip(map(_TEXT_SIZE.pack, map(len, texts)), texts, strict=True))))
+    return b"".join(pieces)
 
 
 def _pack_as(field: str) -> Callable[[Any, DataType], bytes]:

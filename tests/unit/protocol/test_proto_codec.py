@@ -478,6 +478,13 @@ def test_only_what_is_large_without_its_raw_contents_takes_long() -> None:
     assert request.inputs[0].data == np.array(numbers, np.int32).tobytes()
 
 
+def test_many_texts_are_packed_as_few_are() -> None:
+    texts = [b"x" * (number % 5) for number in range(70_000)]
+    contents = pb.InferTensorContents(bytes_contents=texts)
+    request, _ = read(message(inputs=[tensor(datatype="BYTES", shape=[len(texts)], contents=contents)]))
+    assert request.inputs[0].data == pack_bytes(texts)
+
+
 def test_classes_of_a_large_output_take_long() -> None:
     _, reply = read(requested(classification=parameter(int64_param=2)))
     values = np.arange(LARGE // 4, dtype=np.float32)
