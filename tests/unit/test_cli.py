@@ -203,6 +203,15 @@ def test_init_wants_one_of_its_options(tmp_path, arguments):
     assert not (tmp_path / "x").exists()
 
 
+@pytest.mark.parametrize("argument", ["--example", "--backend=python"])
+def test_init_says_where_it_cannot_write(tmp_path, argument):
+    (tmp_path / "file").touch()
+    result = CliRunner().invoke(init.command, [str(tmp_path / "file" / "m"), argument])
+    assert result.exit_code == 1
+    assert f"Error: cannot write {tmp_path}/file" in result.output
+    assert "Not a directory" in result.output
+
+
 def test_init_writes_the_example(tmp_path):
     result = CliRunner().invoke(init.command, [str(tmp_path / "models"), "--example"])
     assert result.exit_code == 0, result.output

@@ -111,17 +111,23 @@ def command(directory: Path, example: bool, backend: str | None, frameworks: str
         raise click.UsageError("say one of --example and --backend=<backend>")
     if frameworks is not None and not example:
         raise click.UsageError("--with goes with --example")
-    if backend is not None:
-        for path in write_model(directory, backend):
-            click.echo(f"wrote {path}")
-        if backend != "python":
-            click.echo(f"now put the model at {directory / '1' / _FILES[backend]}")
-        repository = directory.parent
-    else:
-        try:
-            write_example(directory, chosen(frameworks or ""))
-        except NaiadError as error:
-            raise click.ClickException(error.message) from error
-        click.echo(f"wrote the example model repository {directory}")
-        repository = directory
+    try:
+        repository = _write(directory, backend, frameworks or "")
+    except NaiadError as error:
+        raise click.ClickException(error.message) from error
+    except OSError as error:
+        raise click.ClickException(f"cannot write {error.filename}: {error.strerror}") from error
     click.echo(f"serve it with: naiad serve --model-repository={repository}")
+
+
+def _write(directory: Path, backend: str | None, frameworks: str) -> Path:
+    """Writes a model for the backend, or the example, says what, and returns the repository it is in."""
+    if backend is None:
+        write_example(directory, chosen(frameworks))
+        click.echo(f"wrote the example model repository {directory}")
+        return directory
+    for path in write_model(directory, backend):
+        click.echo(f"wrote {path}")
+    if backend != "python":
+        click.echo(f"now put the model at {directory / '1' / _FILES[backend]}")
+    return directory.parent
