@@ -129,8 +129,9 @@ class ModelManager:
             self._log.error(f"failed to read model repository '{repository}': {reason}")
         for note in snapshot.notes:
             self._log.warning(note)
-        for name in snapshot.duplicates:
-            self._log.error(f"failed to poll model '{name}': not unique across all model repositories")
+        for name, places in snapshot.duplicates.items():
+            where = ", ".join(map(str, places))
+            self._log.error(f"failed to poll model '{name}': not unique across all model repositories ({where})")
         for directory in snapshot.models.values():
             for note in directory.notes:
                 self._log.warning(note)

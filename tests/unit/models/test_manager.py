@@ -180,6 +180,22 @@ async def test_what_to_do_is_for_the_log(models: Models, capsys: pytest.CaptureF
     }
 
 
+async def test_what_is_wrong_with_repositories_is_logged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    places = [tmp_path / "x", tmp_path / "y"]
+    for place in places:
+        (place / "m" / "1").mkdir(parents=True)
+    (tmp_path / "empty").mkdir()
+    paths = [*map(str, places), str(tmp_path / "empty"), str(tmp_path / "missing")]
+    sources = RepositorySources(paths, config_name="", auto_complete=True, gpus=())
+    manager = ModelManager(ModelTable(), sources=sources, loader=SlowLoader(), log=Log(), mode="none")
+    await manager.start()
+    error = capsys.readouterr().err
+    assert f"'m': not unique across all model repositories ({places[0] / 'm'}, {places[1] / 'm'})" in error
+    assert f"there are no models in model repository '{tmp_path}/empty'" in error
+    assert f"failed to read model repository '{tmp_path}/missing': there is no folder '{tmp_path}/missing'" in error
+    assert await manager.close(0)
+
+
 async def test_a_load_of_newer_files_waits_for_the_load_of_the_older_ones(models: Models) -> None:
     first = models.load("a")
     await models.loading("a")
