@@ -32,8 +32,8 @@ LAYERS: list[set[str]] = [
     {"cli"},
 ]
 LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
-#: Carry no rank: the package itself (its version) and what `init --example` writes out.
-UNRANKED = {"__init__", "examples"}
+#: Carry no rank: the package itself (its version), what `python -m naiad` runs, and what `init --example` writes out.
+UNRANKED = {"__init__", "__main__", "examples"}
 #: Never in a host: half a second of imports, and threads before the fork.
 TOO_HEAVY_FOR_HOSTS = ("google.protobuf", "tritonclient", "grpc", "naiad.engine", "naiad.frontends")
 

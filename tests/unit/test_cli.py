@@ -142,6 +142,12 @@ def test_version(capsys):
     assert capsys.readouterr().out == f"naiad {naiad.__version__}\n"
 
 
+def test_as_a_module():
+    command = [sys.executable, "-m", "naiad", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith(f"naiad {naiad.__version__}")
+
+
 def test_an_error_of_the_start_is_shown_and_exits_with_1(monkeypatch, capsys):
     def fail(options):
         raise InvalidArgument("no such place")

@@ -1,0 +1,5 @@
+"""`python -m naiad`: the command `naiad`."""
+
+from naiad.cli import main
+
+main()
