@@ -221,7 +221,9 @@ class Log:
             if problem is not None:
                 raise problem
         if "log_verbose_level" in given:
-            self.verbose_level = given.pop("log_verbose_level")
+            # Triton keeps an int32, and what is less than none as none.
+            level = given.pop("log_verbose_level") % 2**32
+            self.verbose_level = level if level < 2**31 else 0
         for key, value in given.items():
             setattr(self, key, value)
         return self.get(model)
@@ -231,7 +233,7 @@ def _problem(key: str, value: Any) -> NaiadError | None:
     kind = SETTINGS[key]
     if key == "log_file":
         return Unsupported("log file location can not be updated through network protocol")
-    if type(value) is not kind or (isinstance(value, int) and not 0 <= value < 2**32):
+    if type(value) is not kind or (isinstance(value, int) and not 0 <= value < 2**64):
         return Internal(_WRONG_TYPE[kind])
     if key == "log_format" and value not in FORMATS:
         return Unavailable(f"invalid argument for --log_format, got: {value}")
