@@ -22,6 +22,8 @@ _NO_MODELS = {
     b"<html": "is a web page in place of the model",
 }
 _MODULE = re.compile(r"No module named '([\w.]+)'")
+#: Files that `naiad convert` reads, and no backend.
+_CONVERTED = (".keras", ".h5", ".pkl", ".joblib")
 _FILES = tuple(row.filename for row in PLATFORMS)
 
 
@@ -31,8 +33,10 @@ def advice(source: Source, error: NaiadError, version: int | None = None) -> str
     text = error.message
     if not isinstance(draft, Draft):
         if "Could not determine backend" in text:
-            missing = f"'{directory}' has no config.pbtxt that names a backend, and no '1' with one of"
-            return _misplaced(directory) or f"{missing} {', '.join(_FILES)}"
+            return _misplaced(directory) or _unknown(source)
+        if found := re.search("'platform' and 'backend' pair, got:.*, (.*)", text):
+            platforms = [f'"{row.platform}"' for row in PLATFORMS if row.backend == found[1]]
+            return f'with backend: "{found[1]}" say platform: {" or ".join(platforms)}'
         if found := re.search("unexpected platform type '(.*)'", text):
             platforms = [row.platform for row in PLATFORMS if row.platform]
             return _choose("platform", found[1], [*platforms, "ensemble"])
@@ -68,6 +72,25 @@ def _misplaced(directory: Path) -> str:
     return ""
 
 
+def _unknown(source: Source) -> str:
+    """What is missing where nothing says which backend a model has."""
+    for version in source.directory.versions.values():
+        if told := _other_files(version.directory, f"none is {', '.join(_FILES)}"):
+            return f"no config.pbtxt names a backend, and {told}"
+    return f"'{source.directory.directory}' has no config.pbtxt that names a backend, and no version folder"
+
+
+def _other_files(folder: Path, otherwise: str) -> str:
+    """What to do with what is in the folder of a version, which lacks what should be there; "" if that is nothing."""
+    names = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith((".", "__")))
+    if "saved_model.pb" in names:
+        return f"'{folder}' is a SavedModel: move what is in it to '{folder / 'model.savedmodel'}'"
+    for name in names:
+        if name.endswith(_CONVERTED):
+            return f"'{folder / name}' is not served: make another format of it with naiad convert"
+    return f"'{folder}' has {', '.join(names[:5])}: {otherwise}" if names else ""
+
+
 def _without_module(directory: Path, draft: Draft, module: str) -> str:
     requirements = directory / "requirements.txt"
     if "EXECUTION_ENV_PATH" in draft.proto.parameters or requirements.exists():
@@ -79,10 +102,8 @@ def _of_file(path: Path) -> str:
     """What is wrong with the file of a version, where that can be seen without its framework."""
     try:
         if not path.exists():
-            others = sorted(entry.name for entry in path.parent.iterdir() if not entry.name.startswith((".", "__")))
-            if not others:
-                return f"'{path.parent}' is empty"
-            return f"'{path.parent}' has {', '.join(others[:5])}: rename one, or say default_model_filename"
+            told = _other_files(path.parent, "rename one, or say default_model_filename")
+            return told or f"'{path.parent}' is empty"
         if path.is_dir():
             return ""
         with path.open("rb") as file:

@@ -1,11 +1,14 @@
 """The table of models that the server shows when it has started: in colour on a terminal, plain in a log."""
 
 import sys
-from collections.abc import Mapping, Sequence
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
 
 from naiad.messages import IndexEntry
 from naiad.telemetry.log import Log
 
+#: The most characters of a cell in a line, where nobody says how wide lines may be; a path may be longer.
+_WIDEST = 100
 _HEADINGS = ("Model", "Version", "Status")
 
 
@@ -32,8 +35,8 @@ def row(entry: IndexEntry, why: str = "") -> tuple[str, str, str]:
 
 
 def plain_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table with borders of ASCII characters. Cells may have several lines."""
-    cells = [[cell.split("\n") for cell in cells] for cells in (headings, *rows)]
+    """A table with borders of ASCII characters. Cells may have several lines; long ones are wrapped."""
+    cells = [[list(_wrapped(cell)) for cell in cells] for cells in (headings, *rows)]
     widths = [max(len(line) for cell in column for line in cell) for column in zip(*cells, strict=True)]
     border = "+" + "+".join("-" * (width + 2) for width in widths) + "+"
     lines = [border]
@@ -44,6 +47,11 @@ def plain_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         if index == 0 or index == len(cells) - 1:
             lines.append(border)
     return "\n".join(lines)
+
+
+def _wrapped(text: str) -> Iterator[str]:
+    for line in text.split("\n"):
+        yield from textwrap.wrap(line, _WIDEST, break_long_words=False, break_on_hyphens=False) or [""]
 
 
 def _print_rich(rows: Sequence[tuple[str, str, str]]) -> None:

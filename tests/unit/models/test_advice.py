@@ -29,7 +29,24 @@ async def source_of(path: Path, files: dict[str, str]) -> Source:
 @pytest.mark.parametrize(
     ("files", "text"),
     [
-        ({}, "'{m}' has no config.pbtxt that names a backend, and no '1' with one of model.graphdef, "),
+        ({}, "'{m}' has no config.pbtxt that names a backend, and no version folder"),
+        ({"1/.keep": ""}, "'{m}' has no config.pbtxt that names a backend, and no version folder"),
+        (
+            {"1/net.onnx": ""},
+            "no config.pbtxt names a backend, and '{m}/1' has net.onnx: none is model.graphdef, model.savedmodel, ",
+        ),
+        (
+            {"1/saved_model.pb": "", "1/variables/x": ""},
+            "no config.pbtxt names a backend, and '{m}/1' is a SavedModel: move what is in it to '{m}/1/model.savedmo",
+        ),
+        (
+            {"config.pbtxt": 'backend: "tensorflow"'},
+            'with backend: "tensorflow" say platform: "tensorflow_graphdef" or "tensorflow_savedmodel"',
+        ),
+        (
+            {"config.pbtxt": 'backend: "onnxruntime" platform: "tensorrt_plan"'},
+            'with backend: "onnxruntime" say platform: "onnxruntime_onnx"',
+        ),
         ({"model.onnx": "x"}, "move '{m}/model.onnx' to '{m}/1/model.onnx'"),
         ({"config.pbtxt": ONNX, "model.onnx": "x"}, "move '{m}/model.onnx' to '{m}/1/model.onnx'"),
         ({"config.pbtxt": ONNX}, "a version is a folder with a number for its name: '{m}/1/model.onnx'"),
@@ -89,6 +106,16 @@ async def test_of_models(tmp_path: Path, files: dict[str, str], text: str) -> No
             {"config.pbtxt": ONNX, "1/b.onnx": "x", "1/a.onnx": "x"},
             "",
             "'{m}/1' has a.onnx, b.onnx: rename one, or say default_model_filename",
+        ),
+        (
+            {"config.pbtxt": 'platform: "tensorflow_savedmodel"', "1/saved_model.pb": ""},
+            "",
+            "'{m}/1' is a SavedModel: move what is in it to '{m}/1/model.savedmodel'",
+        ),
+        (
+            {"config.pbtxt": 'platform: "tensorflow_savedmodel"', "1/model.h5": ""},
+            "",
+            "'{m}/1/model.h5' is not served: make another format of it with naiad convert",
         ),
         (
             {"config.pbtxt": ONNX, "1/model.onnx": "version https://git-lfs.github.com/spec/v1\n"},

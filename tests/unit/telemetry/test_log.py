@@ -255,6 +255,14 @@ def test_the_table_of_models_on_a_terminal(monkeypatch):
     assert "] " not in text
 
 
+def test_long_reasons_are_wrapped_and_paths_stay_whole():
+    path = "/".join(["folder"] * 20)
+    table = plain_table(("Status",), [(f"INTERNAL: {'word ' * 30}\n\n  at {path}",)])
+    assert path in table
+    assert max(map(len, table.splitlines())) == len(path) + 4
+    assert table.splitlines()[4] == "| " + " ".join(["word"] * 12).ljust(len(path)) + " |"
+
+
 def test_no_models_make_no_table(capsys):
     assert plain_table(("A", "B"), []) == "+---+---+\n| A | B |\n+---+---+"
     show_models(Log(), [], {})
