@@ -190,10 +190,21 @@ class CudaMemory:
         except OSError as error:
             raise Internal(f"failed to copy data to CUDA shared memory: {error.strerror}") from error
 
+    def close(self) -> None:
+        """When all is done that was asked for before. What is asked for later fails."""
+        cuda_thread.do(self._close)
+
+    def _close(self) -> None:
+        address, self._address = self._address, 0
+        if address:
+            self._runtime.close(self._device_id, address)
+
     def _open_address(self) -> int:
         error = self.opened.exception()
         if error is not None:
             raise Internal(f"CUDA shared memory could not be opened: {error}")
+        if not self._address:
+            raise Internal("CUDA shared memory has been unregistered")
         return self._address
 
     def __del__(self) -> None:

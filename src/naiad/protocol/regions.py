@@ -145,6 +145,11 @@ class _Region:
     def is_cuda(self) -> bool:
         return self.device_id >= 0
 
+    def close(self) -> None:
+        """Nobody uses it any more: its owner may want to free memory on a GPU, whoever still refers to it here."""
+        if isinstance(self.memory, CudaMemory):
+            self.memory.close()
+
 
 class _AdoptedRegion(_Region):
     """A region that another process keeps, which is told when its use here begins and when it ends."""
@@ -224,9 +229,13 @@ class Regions:
     def drop(self, names: Iterable[str]) -> "asyncio.Future[None] | None":
         """Forgets regions, whoever uses them. Memory of GPUs among them that nobody uses is closed when the future is
         done."""
-        dropped = [self._regions.pop(name, None) for name in names]
-        has_cuda = any(region is not None and region.is_cuda for region in dropped)
-        del dropped
+        has_cuda = False
+        for name in names:
+            region = self._regions.pop(name, None)
+            if region is not None and region.is_cuda:
+                has_cuda = True
+                if not region.uses:
+                    region.close()
         return asyncio.ensure_future(cuda_thread.settled()) if has_cuda else None
 
     def unregister_system(self, name: str = "") -> None:
@@ -330,14 +339,14 @@ class Regions:
             if region is not None and region.is_cuda == cuda:
                 if region.uses:
                     raise Internal(f"Cannot unregister shared memory region '{name}', it is currently in use.")
-                del self._regions[name]
+                self._regions.pop(name).close()
             return
         kept = ""
         for found, region in self._status("", cuda):
             if region.uses:
                 kept += f"{found} ,"
             else:
-                del self._regions[found]
+                self._regions.pop(found).close()
         if kept:
             kind = "cuda" if cuda else "system"
             raise Internal(f"Failed to unregister the following {kind} shared memory regions: {kept}")
@@ -510,9 +519,12 @@ class CopyingCall(Generic[_Call]):
             self._pass(result, final)
 
     def _pass(self, result: Result | None, final: bool) -> None:
+        if isinstance(result, NaiadError):
+            # Which knows this call, which knows the sink, which may keep the error.
+            result = result.with_traceback(None)
         self._sink.send(result, final)
         if final:
-            # Whoever still holds this call, or a traceback of it, shall not hold memory of a GPU.
+            # Whoever still holds this call shall not hold memory of a GPU.
             self._is_answered = True
             self._call = None
             self._copies.clear()

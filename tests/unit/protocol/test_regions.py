@@ -432,6 +432,18 @@ async def test_memory_is_closed_when_unregistering_is_done(regions: Regions, cud
     assert cuda.open_handles == {}
 
 
+async def test_a_request_that_was_read_before_its_region_was_unregistered(regions: Regions, cuda: FakeCuda) -> None:
+    await regions.register_cuda("c", HANDLE, 0, 64)
+    use = RegionUse(regions, True)
+    use.input("c", 0, 4)
+    await regions.unregister_cuda("c")
+    assert cuda.open_handles == {}
+    client = Client()
+    use.during(Engine().infer, REQUEST, client)
+    assert await client.got(1) == [(Internal, "CUDA shared memory has been unregistered", True)]
+    assert cuda.calls == ["open", "close"]
+
+
 async def test_results_keep_their_order(regions: Regions, cuda: FakeCuda) -> None:
     await regions.register_cuda("c", HANDLE, 0, 64)
     use = RegionUse(regions, True)

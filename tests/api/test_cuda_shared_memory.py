@@ -1,0 +1,109 @@
+"""Shared memory on GPUs with tritonclient, for servers that find a CUDA runtime; its GPU is files."""
+
+import base64
+import shutil
+import subprocess
+import uuid
+from collections.abc import Iterator
+from concurrent.futures import wait
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from served import Repository, Server, until
+from tritonclient.utils import InferenceServerException
+
+COMPILER = shutil.which("cc")
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no C compiler")
+SIZE = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("cuda")
+    source = Path(__file__).with_name("fake_cuda.c")
+    subprocess.run([str(COMPILER), "-shared", "-fPIC", "-o", folder / "libcudart.so", source], check=True)
+    (folder / "libcuda.so.1").symlink_to("libcudart.so")
+    return folder
+
+
+@pytest.fixture(params=[1, 2], ids=["one process", "two front ends"])
+def server(
+    repository: Repository, libraries: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Iterator[Server]:
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(libraries))
+    repository.echo("echo", config="max_batch_size: 8 dynamic_batching { }")
+    with Server(repository, flags=(f"--frontends={request.param}",)) as server:
+        yield server.started()
+
+
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    """What a client has on its GPU."""
+    path = Path("/dev/shm", f"naiad-{uuid.uuid4().hex[:8]}")
+    path.write_bytes(bytes(SIZE))
+    yield path
+    path.unlink()
+
+
+def handle(path: Path) -> Any:
+    return base64.b64encode(bytes(path).ljust(64, b"\0"))
+
+
+def holders(server: Server, path: Path) -> int:
+    """How many of its processes have the memory open."""
+    maps = [Path(f"/proc/{pid}/maps") for pid in server.pids()]
+    return sum(str(path) in file.read_text() for file in maps if file.exists())
+
+
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
+def test_inferences_from_and_into_memory_of_a_gpu(server: Server, memory: Path, protocol: str) -> None:
+    client = server.client(protocol)
+    module = client._module
+    raw = handle(memory).decode() if protocol == "http" else handle(memory)
+    numbers = np.arange(SIZE // 8, dtype=np.float32)
+    memory.write_bytes(numbers.tobytes().ljust(SIZE, b"\0"))
+    with client._connected() as connected:
+        connected.register_cuda_shared_memory("c", raw, 0, SIZE)
+        assert holders(server, memory) >= 1
+        with pytest.raises(InferenceServerException, match="'d': invalid args"):
+            connected.register_cuda_shared_memory("d", raw, 0, SIZE + 1)
+
+    def ask(row: int) -> None:
+        tensor = module.InferInput("IN", [1, 1024], "FP32")
+        tensor.set_shared_memory("c", 4096, offset=4096 * row)
+        output = module.InferRequestedOutput("OUT")
+        output.set_shared_memory("c", 4096, offset=SIZE // 2 + 4096 * row)
+        with client._connected() as own:
+            own.infer("echo", [tensor], outputs=[output])
+
+    rows = SIZE // 8 // 1024
+    asked = [server.ask(ask, row) for row in range(rows)]
+    wait(asked)
+    for each in asked:
+        each.result()
+    copied = np.frombuffer(memory.read_bytes(), np.float32)[SIZE // 8 :]
+    np.testing.assert_array_equal(copied, numbers)
+    with client._connected() as connected:
+        connected.unregister_cuda_shared_memory("c")
+        # Whoever has exported it may free it now.
+        assert holders(server, memory) == 0
+        status = connected.get_cuda_shared_memory_status()
+        assert not (status if protocol == "http" else status.regions)
+    assert server.is_live()
+
+
+def test_an_error_of_a_copy_is_the_requests(server: Server, memory: Path) -> None:
+    module = server.http._module
+    with server.http._connected() as connected:
+        connected.register_cuda_shared_memory("c", handle(memory).decode(), 0, SIZE)
+        tensor = module.InferInput("IN", [1, 4], "FP32")
+        tensor.set_shared_memory("c", 16)
+        output = module.InferRequestedOutput("OUT")
+        output.set_shared_memory("c", 8)
+        with pytest.raises(InferenceServerException, match="should be at least 16 bytes to hold the results"):
+            connected.infer("echo", [tensor], outputs=[output])
+        assert connected.infer("echo", [tensor]).as_numpy("OUT").shape == (1, 4)
+        until(lambda: connected.unregister_cuda_shared_memory() is None, "nothing is in use")
+    assert holders(server, memory) == 0
