@@ -1,5 +1,6 @@
-/* The few functions of the CUDA runtime and driver that a server calls, on files in place of a GPU's memory: the handle
-   of a file is its path. The same file is both libraries. */
+/* The few functions of the CUDA runtime and driver that a server and its hosts call, on files in place of a GPU's memory:
+   the handle of a file is its path. The same file is both libraries. Of two GPUs the second has a context, in which all
+   calls end with what `meet` was told. */
 #include <fcntl.h>
 #include <stddef.h>
 #include <string.h>
@@ -66,4 +67,61 @@ int cuMemGetAddressRange_v2(unsigned long long *base, size_t *size, unsigned lon
             return 0;
         }
     return 1;
+}
+
+static int met, current;
+
+void meet(int code) {
+    met = code;
+}
+
+int cuDeviceGetCount(int *count) {
+    *count = 2;
+    return 0;
+}
+
+int cuDeviceGet(int *device, int number) {
+    *device = number;
+    return 0;
+}
+
+int cuDevicePrimaryCtxGetState(int device, unsigned *flags, int *active) {
+    *flags = 0;
+    *active = device == 1;
+    return 0;
+}
+
+int cuDevicePrimaryCtxRetain(void **context, int device) {
+    *context = &met;
+    return device == 1 ? 0 : 2;
+}
+
+int cuDevicePrimaryCtxRelease_v2(int device) {
+    return device == 1 ? 0 : 201;
+}
+
+int cuCtxPushCurrent_v2(void *context) {
+    current = context == &met;
+    return current ? 0 : 201;
+}
+
+int cuCtxPopCurrent_v2(void **context) {
+    *context = &met;
+    current = 0;
+    return 0;
+}
+
+int cuMemGetInfo_v2(size_t *free, size_t *total) {
+    *free = *total = 0;
+    return current ? met : 201;
+}
+
+int cuGetErrorName(int code, const char **name) {
+    *name = code == 719 ? "CUDA_ERROR_LAUNCH_FAILED" : "CUDA_ERROR_OUT_OF_MEMORY";
+    return 0;
+}
+
+int cuGetErrorString(int code, const char **text) {
+    *text = code == 719 ? "unspecified launch failure" : "out of memory";
+    return 0;
 }

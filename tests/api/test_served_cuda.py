@@ -1,4 +1,5 @@
-"""Shared memory on GPUs with tritonclient, for servers that find a CUDA runtime; its GPU is files."""
+"""Shared memory on GPUs with tritonclient, and models that break CUDA, for servers that find libraries of CUDA which are
+none: their GPU is files."""
 
 import base64
 import shutil
@@ -34,6 +35,7 @@ def server(
 ) -> Iterator[Server]:
     monkeypatch.setenv("LD_LIBRARY_PATH", str(libraries))
     repository.echo("echo", config="max_batch_size: 8 dynamic_batching { }")
+    repository.doer("doer")
     with Server(repository, flags=(f"--frontends={request.param}",)) as server:
         yield server.started()
 
@@ -107,3 +109,18 @@ def test_an_error_of_a_copy_is_the_requests(server: Server, memory: Path) -> Non
         assert connected.infer("echo", [tensor]).as_numpy("OUT").shape == (1, 4)
         until(lambda: connected.unregister_cuda_shared_memory() is None, "nothing is in use")
     assert holders(server, memory) == 0
+
+
+def test_a_model_that_breaks_cuda_gets_another_process(server: Server) -> None:
+    meet = "import ctypes; ctypes.CDLL('libcuda.so.1').meet({}); raise RuntimeError('CUDA error')"
+    for code in 0, 2:
+        with pytest.raises(InferenceServerException, match="CUDA error"):
+            server.http.do("doer", meet.format(code))
+    pid = server.http.do("doer", "result = os.getpid()")
+    with pytest.raises(InferenceServerException, match="RuntimeError: CUDA error"):
+        server.http.do("doer", meet.format(719))
+    assert server.http.do("doer", "result = os.getpid()") != pid
+    server.says(
+        "host process 'doer' ended itself, since CUDA fails for good in a process that has met CUDA_ERROR_LAUNCH_FAILED "
+        "(unspecified launch failure) on GPU 1; it is being restarted"
+    )
