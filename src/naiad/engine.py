@@ -57,8 +57,13 @@ class Engine:
         self._started = True
 
     def exiting(self) -> None:
-        """From now on the server is not ready; what is in flight still ends."""
+        """From now on the server is not ready and takes no requests but those of sequences that have begun; what is in
+        flight still ends."""
         self._exiting = True
+
+    def _require_ready(self) -> None:
+        if self._exiting:
+            raise Unavailable("Server not ready")
 
     def is_live(self) -> bool:
         if self._exiting:
@@ -77,6 +82,7 @@ class Engine:
     async def model_ready(self, name: str, version: int = -1) -> bool:
         """Whether a version is loaded and able, and says so itself where its code has `is_ready`. Raises what that
         raises."""
+        self._require_ready()
         if not self._table.is_ready(name, version):
             return False
         readiness = self._table.lookup(name, version).readiness
@@ -94,10 +100,12 @@ class Engine:
         sink: ResponseSink,
         model: Model | None = None,
         checked: asyncio.Future[Checked] | None = None,
+        admitted: bool = False,
     ) -> Call:
         """Checks a request and submits it. Raises NaiadError for a request that is refused at once; everything later
         goes to `sink`. `model` is for callers that have just looked it up, in this turn of the loop, or hold a lease of
-        it, `checked` for those who have had the request checked."""
+        it, `checked` for those who have had the request checked. `admitted` are requests of what had begun before the
+        server was about to end."""
         if model is None:
             model = self._table.lookup(request.model_name, request.model_version)
         try:
@@ -108,13 +116,17 @@ class Engine:
             call.fail(InvalidArgument(error.message), "BACKEND")
             return call
         except TakesLong:
-            return self._infer_slowly(request, sink, model)
+            return self._infer_slowly(request, sink, model, admitted)
         trace = request.trace
         if trace is not None:
             sink = trace.begin(request, model.version, sink)
         model.lease()
         call = Call(request, rows, signature, sink, model, model.scheduler)
         try:
+            if self._exiting and not admitted:
+                if (stopped := model.scheduler.stopped(request)) is not None:
+                    raise stopped
+                call.is_late = True
             model.scheduler.submit(call)
         except Exception:
             # Whatever it is: a lease that is never given back keeps the version for ever.
@@ -126,8 +138,9 @@ class Engine:
             raise
         return call
 
-    def _infer_slowly(self, request: InferRequest, sink: ResponseSink, model: Model) -> Call:
+    def _infer_slowly(self, request: InferRequest, sink: ResponseSink, model: Model, admitted: bool) -> Call:
         """Has a thread check the request; if it is refused, its sink hears of it."""
+        admitted = admitted or not self._exiting
         if request.sequence is not None:
             # The next one of its sequence must not overtake it.
             checked: asyncio.Future[Checked] = asyncio.get_running_loop().create_future()
@@ -135,16 +148,16 @@ class Engine:
                 checked.set_result(model.check(request, True))
             except InvalidArgument as error:
                 checked.set_exception(error)
-            return self.infer(request, sink, model, checked)
+            return self.infer(request, sink, model, checked, admitted)
         model.lease()
         checking = _Checking()
         call = Call(request, 1, None, sink, model, checking)
-        task = asyncio.get_running_loop().create_task(self._infer_checked(call, checking, model))
+        task = asyncio.get_running_loop().create_task(self._infer_checked(call, checking, model, admitted))
         self._checking.add(task)
         task.add_done_callback(self._checking.discard)
         return call
 
-    async def _infer_checked(self, asked: Call, checking: "_Checking", model: Model) -> None:
+    async def _infer_checked(self, asked: Call, checking: "_Checking", model: Model, admitted: bool) -> None:
         checked = asyncio.get_running_loop().run_in_executor(None, model.check, asked.request, True)
         await asyncio.wait((checked,))
         if asked.cancelled:
@@ -152,7 +165,7 @@ class Engine:
             asked.fail_cancelled()
             return
         try:
-            checking.call = self.infer(asked.request, asked.sink, model, checked)
+            checking.call = self.infer(asked.request, asked.sink, model, checked, admitted)
         except NaiadError as error:
             error.refused = True
             asked.sink.send(error, True)
@@ -168,6 +181,7 @@ class Engine:
         return self._metadata
 
     def model_metadata(self, name: str, version: int = -1) -> ModelMetadata:
+        self._require_ready()
         metadata = self._table.lookup(name, version).metadata
         if version >= 0:
             return metadata
@@ -179,6 +193,7 @@ class Engine:
 
     def statistics(self, name: str = "", version: int = -1) -> list[ModelStatistics]:
         """The live statistics of the versions that serve: of all models, of all versions of one, or of one."""
+        self._require_ready()
         if not name:
             return [model.statistics for model in self._table.models()]
         found = [model for model in self._table.models() if model.name == name]
@@ -191,12 +206,15 @@ class Engine:
         return [model.statistics for model in found]
 
     async def index(self, ready: bool = False) -> list[IndexEntry]:
+        self._require_ready()
         return self._table.index(await self._manager.names(), ready)
 
     async def load(self, name: str, parameters: Mapping[str, str | bytes] | None = None) -> None:
+        self._require_ready()
         await self._manager.load(name, parameters or {})
 
     async def unload(self, name: str, unload_dependents: bool = False) -> None:
+        self._require_ready()
         await self._manager.unload(name, unload_dependents)
 
 
@@ -204,9 +222,13 @@ class _Checking:
     """Has a call until it is checked, in place of a scheduler; then another one goes on for it."""
 
     pending = 1
+    sequences = 0
 
     def __init__(self) -> None:
         self.call: Call | None = None
+
+    def stopped(self, request: InferRequest) -> NaiadError | None:
+        return None
 
     def submit(self, call: Call) -> None:
         raise AssertionError("this is a bug: what is being checked has no queue")

@@ -1,16 +1,17 @@
 """The server: engine and front ends, started as nested blocks and stopped by leaving them.
 
-Everything is wired here, once, by hand. `serve` runs it until SIGTERM or SIGINT: then the server is not ready any
-more, front ends stop accepting, what is in flight gets `--exit-timeout-secs` to end, models are unloaded.
+Everything is wired here, once, by hand. `serve` runs it until SIGTERM or SIGINT: then what has begun gets
+`--exit-timeout-secs` to end, models are unloaded, and front ends, which have answered all that time, are left.
 """
 
 import asyncio
 import os
 import resource
 import signal
+import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 
@@ -56,13 +57,25 @@ from naiad.telemetry.trace import TraceSettings
 
 #: How many descriptors the server wants to have, if it may.
 _FILES = 1 << 20
+#: How often is looked if what has begun has ended.
+_LOOK_S = 0.05
 
 
 def serve(options: ServerOptions) -> int:
     """Runs a server until a signal ends it; the exit status. Raises NaiadError if it cannot be created."""
+    _open_standard_streams()
     _raise_file_limit()
     _find_temporary_folder()
     return uvloop.run(_serve(options))
+
+
+def _open_standard_streams() -> None:
+    """Who starts a server may have closed them; the event loop would end the process that opens something in their place."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            stream = open(os.devnull, mode)  # noqa: SIM115 - as long as the process
+            os.set_inheritable(stream.fileno(), True)
+            setattr(sys, name, stream)
 
 
 def _raise_file_limit() -> None:
@@ -132,12 +145,21 @@ async def _run(options: ServerOptions, log: Log, stop: asyncio.Event) -> int:
             return 1
         await stop.wait()
         log.info("Signal received, shutting down")
+        await server.drain()
     finally:
         stopping.cancel()
         in_time = await server.close()
     if not in_time:
         log.error("Exit timeout expired. Exiting immediately.")
     return 0 if in_time else 1
+
+
+async def _second(is_over: Callable[[], bool]) -> None:
+    """Returns a second later, or a moment after it is over."""
+    loop = asyncio.get_running_loop()
+    end = loop.time() + 1
+    while not is_over() and loop.time() < end:  # noqa: ASYNC110
+        await asyncio.sleep(_LOOK_S)
 
 
 class Server:
@@ -159,9 +181,38 @@ class Server:
         """Loads the models and listens. Raises NaiadError for a port or an option that cannot be had."""
         await self._stack.enter_async_context(self._running())
 
+    async def drain(self) -> None:
+        """Lets what has begun end, for `--exit-timeout-secs` in all, and says once a second what is left, as Triton does:
+        HTTP takes no new connections until the last one is closed; then models take nothing new until the last request
+        is answered and the last sequence has ended. gRPC is served all the time."""
+        left = self.options.exit_timeout_secs
+        self._close_by = time.monotonic() + left
+        http, manager, log = self._listening.http, self._models, self.log
+        if http is not None:
+            await http.refuse()
+            while left > 0 and (count := http.connection_count):
+                log.info(f"Timeout {left}: Found {count} HTTP service connections")
+                await _second(lambda: not http.connection_count)
+                left -= 1
+        self.engine.exiting()
+        log.info("Waiting for in-flight requests to complete.")
+        while True:
+            busy = manager.in_flight()
+            log.info(f"Timeout {left}: Found {len(busy)} model versions that have in-flight inferences")
+            for name, version, count in busy:
+                log.info(f"Model '{name}' (version {version}) has {count} in-flight inferences")
+            if not busy or left <= 0:
+                break
+            await _second(lambda: not manager.in_flight())
+            left -= 1
+        if not busy:
+            log.info("All models are stopped, unloading models")
+
     async def close(self) -> bool:
         """Stops; whether everything in flight ended in time."""
-        timeout_s = self.options.exit_timeout_secs
+        timeout_s = float(self.options.exit_timeout_secs)
+        if self._close_by:
+            timeout_s = max(0.0, self._close_by - time.monotonic())
         self._close_by = time.monotonic() + timeout_s
         try:
             # Past the budget the hosts are killed, which ends whatever is left.
@@ -190,13 +241,13 @@ class Server:
             self._traces() as traces,
         ):
             settings = MetricsSettings.of(options.metrics_config)
-            manager = self._manager(hosts, settings, store)
+            manager = self._models = self._manager(hosts, settings, store)
             self.engine = engine = Engine(manager, server_id=options.id, strict_readiness=options.strict_readiness)
             metrics = self._metrics(manager, settings, store)
             own = self._own_metrics(manager, hosts)
             self._calls = ModelCalls(engine, metrics.custom, traces)
-            try:
-                async with self._frontends(engine, manager, regions, metrics, own, traces):
+            async with self._frontends(engine, manager, regions, metrics, own, traces):
+                try:
                     await manager.start()
                     self.failed_models = manager.table.failures()
                     self.unreadable = bool(manager.first_snapshot.failures)
@@ -207,10 +258,10 @@ class Server:
                         engine.started()
                     async with self._watching(manager):
                         yield
-                        engine.exiting()
-            finally:
-                self._in_time = await manager.close(max(0.0, self._close_by - time.monotonic()))
-                await self._calls.close()
+                finally:
+                    engine.exiting()
+                    self._in_time = await manager.close(max(0.0, self._close_by - time.monotonic()))
+                    await self._calls.close()
 
     @asynccontextmanager
     async def _store(self) -> AsyncIterator[Store | None]:
@@ -241,8 +292,8 @@ class Server:
         )
         self._sources = sources
 
-        def infer(request: InferRequest, sink: ResponseSink, model: Model) -> Call:
-            return self.engine.infer(request, sink, model)
+        def infer(request: InferRequest, sink: ResponseSink, model: Model, admitted: bool) -> Call:
+            return self.engine.infer(request, sink, model, admitted=admitted)
 
         def lookup(name: str, version: int) -> Model:
             return self.engine.model(name, version)
@@ -319,6 +370,7 @@ class Server:
         http_engine = logged(engine, "HTTP", log) if options.access_log else engine
         grpc_engine = logged(engine, "GRPC", log) if options.access_log else engine
         async with Listening() as listening:
+            self._listening = listening
             if isinstance(regions, SharedRegions):
                 behind = Behind(
                     http_engine,
@@ -330,7 +382,9 @@ class Server:
                     traces,
                     log,
                 )
-                await listening.enter(FrontEndProcesses(options, behind))
+                await listening.enter(processes := FrontEndProcesses(options, behind))
+                if options.allow_http:
+                    listening.http = processes
             else:
                 await listen(
                     listening,

@@ -23,23 +23,90 @@ def test_what_is_in_flight_ends_before_the_server_does(repository, tmp_path):
     repository.doer("model")
     repository.doer("idle")
     with Server(repository).started() as server:
-        known = http.client.HTTPConnection("127.0.0.1", server.ports[0])
-        known.request("GET", "/v2/health/ready")
-        assert known.getresponse().read() == b""
-        running = server.ask(server.http.do, "model", gate.do)
+        running = server.ask(server.grpc.do, "model", gate.do)
         gate.reached()
-        waiting = [server.ask(client.do, "model") for client in (server.grpc, server.http)]
-        until(lambda: server.pending("model") == 2, "both wait")
+        waiting = server.ask(server.grpc.do, "model")
+        until(lambda: server.pending("model") == 1, "it waits")
         server.signal(signal.SIGTERM)
-        until(lambda: not accepts(server.ports[0]), "no connection is accepted")
-        assert error_of(server.grpc.do, "model")
+        server.says("Model 'model' (version 1) has 2 in-flight inferences")
+        assert not accepts(server.ports[0])
+        stopping = "Server is stopping, scheduler for model has stopped accepting new inference requests"
+        assert error_of(server.grpc.do, "model") == f"[request id: <id_unknown>] {stopping}"
+        assert error_of(server.grpc.do, "idle") == f"[request id: <id_unknown>] {stopping}"
+        assert error_of(server.grpc.is_ready) == "Server exiting"
+        assert error_of(server.grpc.is_model_ready, "idle") == "Server not ready"
+        assert server.pending("model") == 1
         assert server.process.poll() is None
         assert not running.done()
         gate.open()
-        assert running.result(60) == "model 1"
-        assert [answer.result(60) for answer in waiting] == ["model 1", "model 1"]
+        assert [running.result(60), waiting.result(60)] == ["model 1", "model 1"]
         assert server.wait() == 0
+        assert "All models are stopped, unloading models" in server.log
+
+
+@pytest.mark.parametrize("flags", [(), ("--frontends=2",)], ids=["one process", "front ends"])
+def test_connections_of_http_are_served_until_they_close(repository, tmp_path, flags):
+    gate = Gate(tmp_path)
+    repository.doer("model")
+    with Server(repository, flags=flags).started() as server:
+        known = http.client.HTTPConnection("127.0.0.1", server.ports[0], timeout=60)
+
+        def status(path):
+            known.request("GET", path)
+            answer = known.getresponse()
+            answer.read()
+            return answer.status
+
+        assert status("/v2/health/ready") == 200
+        running = server.ask(server.http.do, "model", gate.do)
+        gate.reached()
+        server.signal(signal.SIGTERM)
+        server.says("Timeout 30: Found 2 HTTP service connections")
+        assert not accepts(server.ports[0])
+        # Nothing else has changed.
+        waiting = server.ask(server.grpc.do, "model")
+        until(lambda: server.pending("model") == 1, "it waits")
+        gate.open()
+        assert [running.result(60), waiting.result(60)] == ["model 1", "model 1"]
+        server.says("Timeout 29: Found 1 HTTP service connections")
+        assert (status("/v2/health/ready"), status("/v2/models/model/ready")) == (200, 200)
+        assert server.grpc.do("model") == "model 1"
+        assert "in-flight" not in server.log
         known.close()
+        assert server.wait() == 0
+        assert server.log.count("Timeout 30: ") == 1
+
+
+def test_idle_connections_of_http_keep_the_server_for_the_exit_timeout(repository):
+    repository.doer("model")
+    with Server(repository, flags=("--exit-timeout-secs=1",)).started() as server:
+        known = http.client.HTTPConnection("127.0.0.1", server.ports[0])
+        known.request("GET", "/v2/health/ready")
+        known.getresponse().read()
+        server.signal(signal.SIGTERM)
+        assert server.wait(20) == 0
+        assert "Timeout 1: Found 1 HTTP service connections" in server.log
+        known.close()
+
+
+def test_what_an_ensemble_has_begun_goes_on_and_new_ones_name_themselves(repository, tmp_path):
+    gate = Gate(tmp_path)
+    repository.doer("first")
+    repository.doer("second")
+    repository.ensemble("both", "first", "second")
+    with Server(repository).started() as server:
+        running = server.ask(server.grpc.do, "both", gate.do + "result = 'result = 7'")
+        gate.reached()
+        server.signal(signal.SIGTERM)
+        server.says("Model 'both' (version 1) has 1 in-flight inferences")
+        error = error_of(server.grpc.do, "both")
+        assert error == (
+            "in ensemble 'both', [request id: <id_unknown>] Server is stopping, scheduler for model has stopped accepting "
+            "new inference requests"
+        )
+        gate.open()
+        assert running.result(60) == "7"
+        assert server.wait() == 0
 
 
 @pytest.mark.parametrize("protocol", ["http", "grpc"])

@@ -45,6 +45,66 @@ def test_a_request_that_is_not_taken_holds_no_lease(error: Exception) -> None:
     assert model.statistics.infer.fail.count == 0
 
 
+class Stopping:
+    """A scheduler that says what it would say when the server is about to end, and takes all."""
+
+    def __init__(self, refusal: NaiadError | None) -> None:
+        self.refusal = refusal
+        self.calls: list[Call] = []
+
+    def stopped(self, request: InferRequest) -> NaiadError | None:
+        return self.refusal
+
+    def submit(self, call: Call) -> None:
+        self.calls.append(call)
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_a_server_that_is_about_to_end_takes_what_goes_on_with_something(refuses: bool) -> None:
+    model = SlowModel()
+    model.check = lambda request, in_thread=False: (request, 1, None)  # type: ignore[method-assign]
+    scheduler = Stopping(Unavailable("stopping") if refuses else None)
+    model.scheduler = scheduler  # type: ignore[assignment]
+    engine = model.engine()
+    engine.infer(InferRequest("m", ()), Sink())
+    engine.exiting()
+    engine.infer(InferRequest("m", ()), Sink(), admitted=True)
+    assert [call.is_late for call in scheduler.calls] == [False, False]
+    if refuses:
+        with pytest.raises(Unavailable, match="stopping"):
+            engine.infer(InferRequest("m", ()), Sink())
+        assert (model.leases, model.statistics.refused) == (2, 1)
+    else:
+        engine.infer(InferRequest("m", ()), Sink())
+        assert scheduler.calls[-1].is_late
+
+
+async def test_a_server_that_is_about_to_end_tells_little() -> None:
+    engine = SlowModel().engine()
+    engine.exiting()
+
+    async def is_live() -> bool:
+        return engine.is_live()
+
+    async def ask(question: Any) -> None:
+        await question()
+
+    for question, text in [
+        (is_live, "Server exiting"),
+        (engine.is_ready, "Server exiting"),
+        (lambda: engine.model_ready("m"), "Server not ready"),
+        (lambda: engine.model_metadata("m"), "Server not ready"),
+        (engine.statistics, "Server not ready"),
+        (engine.index, "Server not ready"),
+        (lambda: engine.load("m"), "Server not ready"),
+        (lambda: engine.unload("m"), "Server not ready"),
+    ]:
+        with pytest.raises(Unavailable) as raised:
+            await ask(question)
+        assert raised.value.message == text
+    assert engine.metadata().name == "triton"
+
+
 REQUEST = InferRequest("m", (Tensor("A", DataType.BYTES, (1,), bytes(LARGE)),))
 
 

@@ -5,7 +5,7 @@ import gc
 import ssl
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from naiad.frontends.addresses import cannot_listen
 from naiad.frontends.grpc.options import GrpcOptions
@@ -31,11 +31,22 @@ def spare_collector() -> None:
     gc.set_threshold(_GC_THRESHOLD)
 
 
+class HttpService(Protocol):
+    @property
+    def connection_count(self) -> int:
+        """Its open connections."""
+
+    async def refuse(self) -> None:
+        """Takes no new connections; those that there are go on."""
+
+
 class Listening:
     """What has been entered is left all at once: none may accept while another waits for its last requests."""
 
     def __init__(self) -> None:
         self._entered: list[AbstractAsyncContextManager[Any]] = []
+        #: Where inference is served over HTTP.
+        self.http: HttpService | None = None
 
     async def enter(self, frontend: AbstractAsyncContextManager[Any]) -> None:
         await frontend.__aenter__()
@@ -87,6 +98,7 @@ async def listen(
             management=management,
         )
         await listening.enter(http)
+        listening.http = http
         log.info(f"Started HTTPService at {options.http_address}:{http.bound_port}")
 
 

@@ -45,7 +45,7 @@ class ModelLoader:
         auto_complete: bool,
         backend_settings: Callable[[str], Mapping[str, str]],
         infer_statistics: Callable[[], InferStatistics],
-        infer: Callable[[InferRequest, ResponseSink, Model], Call],
+        infer: Callable[[InferRequest, ResponseSink, Model, bool], Call],
         lookup: Callable[[str, int], Model],
         environments: Environments,
         backend_directory: Path,
@@ -193,12 +193,12 @@ class ModelLoader:
                         f" {step.model_version} is not loaded."
                     ) from error
                 if (step.model_name, step.model_version) not in held:
-                    member.lease()
+                    member.hold()
                     held[step.model_name, step.model_version] = member
             return await self._load_ensemble_of(held, config, draft, version, start)
         except BaseException:
             for member in held.values():
-                member.release()
+                member.let_go()
             raise
 
     async def _load_ensemble_of(
@@ -208,8 +208,8 @@ class ModelLoader:
         models: dict[str, ModelConfig] = {}
         labels: dict[str, list[str]] = {}
 
-        def infer(request: InferRequest, sink: ResponseSink) -> Call:
-            return self._infer(request, sink, held[request.model_name, request.model_version])
+        def infer(request: InferRequest, sink: ResponseSink, admitted: bool) -> Call:
+            return self._infer(request, sink, held[request.model_name, request.model_version], admitted)
 
         for step in config.ensemble_steps:
             member = held[step.model_name, step.model_version]

@@ -662,6 +662,11 @@ class ModelManager:
         while any(record.loading is not None or self._is_pending(record) for record in self._records.values()):
             await self.next_change()
 
+    def in_flight(self) -> list[tuple[str, int, int]]:
+        """Name, version and number of requests, or of sequences, of all versions that have some."""
+        counts = [(model.name, model.version, model.in_flight) for model in self._made_of]
+        return sorted(found for found in counts if found[2])
+
     async def close(self, timeout_s: float) -> bool:
         """Unloads everything; versions whose requests do not end within `timeout_s` are closed all the same. Whether
         there were none."""

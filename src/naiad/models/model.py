@@ -46,9 +46,11 @@ class Model:
         self.readiness = readiness
         self.check = RequestCheck(config)
         self.metadata = metadata_of(config, version)
-        #: Those an ensemble is made of. Whoever makes it has leased them for it; it gives them back when it goes.
+        #: Those an ensemble is made of. Whoever makes it holds them for it; it lets them go when it goes.
         self._members = members
         self._leases = 0
+        #: How many of the leases are not requests.
+        self._held = 0
         self._closing = False
         self._returned = asyncio.Event()
 
@@ -68,6 +70,20 @@ class Model:
     def leases(self) -> int:
         return self._leases
 
+    @property
+    def in_flight(self) -> int:
+        """The requests that have not ended, or the sequences, if those are more."""
+        return max(self._leases - self._held, self.scheduler.sequences)
+
+    def hold(self) -> None:
+        """A lease for what is no request. Until `let_go`."""
+        self.lease()
+        self._held += 1
+
+    def let_go(self) -> None:
+        self._held -= 1
+        self.release()
+
     def lease(self) -> None:
         if self._closing and not self._leases:
             raise Unavailable(f"Request for unknown model: '{self.name}' version {self.version} is not at ready state")
@@ -84,12 +100,12 @@ class Model:
         nothing has changed."""
         instances = self.instances
         assert instances is not None, "this is a bug: an ensemble has no instances"
-        self.lease()
+        self.hold()
         try:
             change = instances.exchange_for(config)
             return InstanceUpdate(self, instances, config, change, await instances.load(config, change.added))
         except BaseException:
-            self.release()
+            self.let_go()
             raise
 
     async def close(self) -> None:
@@ -102,7 +118,7 @@ class Model:
         if self.instances is not None:
             await self.instances.close(0 if self._leases else UNLOAD_S)
         for member in self._members:
-            member.release()
+            member.let_go()
 
     def give_up(self) -> None:
         """Ends the waiting of `close`: the hosts are closed all the same, which fails what still runs."""
@@ -135,7 +151,7 @@ class InstanceUpdate:
         """The model goes on with the new instances. The tasks end as the old ones have left."""
         self.model.config = self._config
         leaving = self._instances.commit(self._config, self._change, self._loaded)
-        self.model.release()
+        self.model.let_go()
         return leaving
 
     async def abort(self) -> None:
@@ -143,7 +159,7 @@ class InstanceUpdate:
         try:
             await self._instances.drop(self._loaded)
         finally:
-            self.model.release()
+            self.model.let_go()
 
 
 def metadata_of(config: ModelConfig, version: int) -> ModelMetadata:

@@ -198,6 +198,13 @@ class CachingScheduler:
     def pending(self) -> int:
         return self.inner.pending
 
+    @property
+    def sequences(self) -> int:
+        return self.inner.sequences
+
+    def stopped(self, request: InferRequest) -> NaiadError | None:
+        return self.inner.stopped(request)
+
     def submit(self, call: Call) -> None:
         key = key_of(call.request, self._version, self._load)
         flight = self._flights.get(key)
@@ -313,6 +320,7 @@ class _Flight:
         first = self._first
         first.lease.lease()
         inner = Call(first.request, first.rows, first.signature, self, first.lease, self._scheduler.inner)
+        inner.is_late = first.is_late
         self._inner = inner
         try:
             self._scheduler.inner.submit(inner)

@@ -27,8 +27,9 @@ from naiad.statistics import ModelStatistics
 #: How long a request of a step waits for `max_inflight_requests`, in seconds, before it goes on all the same.
 _LIMIT_WAIT_S = 300.0
 
-#: How a step is run; `Engine.infer`.
-Infer = Callable[[InferRequest, ResponseSink], Call]
+#: How a step is run: `Engine.infer`. The last says whether it belongs to what had begun before the server was about to
+#: end.
+Infer = Callable[[InferRequest, ResponseSink, bool], Call]
 
 
 class Member:
@@ -90,6 +91,14 @@ class EnsembleScheduler:
     def pending(self) -> int:
         """Ensembles have no queue of their own: what waits, waits for a member."""
         return 0
+
+    @property
+    def sequences(self) -> int:
+        return 0
+
+    def stopped(self, request: InferRequest) -> NaiadError | None:
+        # The members say so.
+        return None
 
     def submit(self, call: Call) -> None:
         if self._closed:
@@ -406,7 +415,7 @@ class _Run:
 
     def _infer(self, sink: "_StepSink") -> None:
         try:
-            call = self._scheduler.infer(sink.request, sink)
+            call = self._scheduler.infer(sink.request, sink, not self._call.is_late)
         except NaiadError as error:
             del self._running[sink]
             self.abort(type(error)(f"in ensemble '{self._scheduler.config.name}', {error.message}"))

@@ -22,6 +22,14 @@ class Scheduler(Protocol):
     def pending(self) -> int:
         """Calls submitted and not yet handed to an instance."""
 
+    @property
+    def sequences(self) -> int:
+        """Sequences that have begun and not ended."""
+
+    def stopped(self, request: InferRequest) -> NaiadError | None:
+        """Why a request is refused when the server is about to end. None if it goes on with what has begun, or if that
+        is for the members of an ensemble to say."""
+
     def submit(self, call: "Call") -> None:
         """Takes a call. Raises NaiadError instead when it is refused at once (full queue, closed)."""
 
@@ -55,6 +63,7 @@ class Call:
         "ended",
         "execution",
         "index",
+        "is_late",
         "lease",
         "level",
         "queued_ns",
@@ -85,6 +94,8 @@ class Call:
         self.deadline_ns = 0
         self.cancelled = False
         self.ended = False
+        #: It came when the server was about to end: what it would begin is refused.
+        self.is_late = False
         #: The batch that took the call and its place there, or what else `withdraw` needs to find it again.
         self.execution: Any = None
         self.index = 0

@@ -105,6 +105,14 @@ class SequenceScheduler(TurnScheduler):
     def pending(self) -> int:
         return len(self._slots)
 
+    @property
+    def sequences(self) -> int:
+        return sum(1 for _ in self._slots.sequences())
+
+    def stopped(self, request: InferRequest) -> NaiadError | None:
+        begins = self._is_iterative or (request.sequence is not None and request.sequence.start)
+        return Unavailable(STOPPED) if begins else None
+
     # ---- instances --------------------------------------------------------------------------------------
 
     def add(self, instance: Instance) -> None:
@@ -151,7 +159,7 @@ class SequenceScheduler(TurnScheduler):
             self._iterations += 1
             key, start, end = self._iterations, True, False
         if start and self._closed:
-            raise Unavailable(f"{request.label}{STOPPED}")
+            raise Unavailable(STOPPED)
         self._notice_losses(call.queued_ns)
         if key in self._lost:
             if not start:

@@ -59,6 +59,13 @@ class TurnScheduler(ABC):
     def pending(self) -> int:
         """Calls submitted and not yet handed to an instance."""
 
+    @property
+    def sequences(self) -> int:
+        return 0
+
+    def stopped(self, request: InferRequest) -> NaiadError | None:
+        return Unavailable(request.label + STOPPED)
+
     @abstractmethod
     def _decide(self) -> None:
         """Hands to the instances what may run now, and sets `_idle` when nothing waits or runs."""

@@ -36,6 +36,16 @@ async def test_the_last_client_leaves_while_the_scheduler_closes_and_no_instance
     assert (lease.released, statistics.pending, scheduler.pending, reported) == (1, 0, 0, [])
 
 
+async def test_a_server_that_is_about_to_end_refuses_everything() -> None:
+    scheduler = DynamicScheduler("m", RequestQueue(8), [], ModelStatistics("m", "1"), report=lambda text, error: None)
+    error = scheduler.stopped(InferRequest("m", (), id="x"))
+    assert isinstance(error, Unavailable)
+    assert error.message == (
+        "[request id: x] Server is stopping, scheduler for model has stopped accepting new inference requests"
+    )
+    assert scheduler.sequences == 0
+
+
 async def test_what_a_request_held_is_freed_with_its_answer_not_by_the_garbage_collector() -> None:
     instance, statistics = FakeInstance(), ModelStatistics("m", "1")
     scheduler = DynamicScheduler("m", RequestQueue(8), [instance], statistics, report=lambda text, error: None)

@@ -91,13 +91,15 @@ class MemberCall:
 class Bench:
     def __init__(self, ensemble: ModelConfig, *models: ModelConfig) -> None:
         self.calls: list[MemberCall] = []
+        self.admitted: list[bool] = []
         self.refuse: NaiadError | None = None
         self.lease = Lease()
         self.sink = Sink()
         members = members_of(ensemble, {m.name: m for m in models})
         self.scheduler = EnsembleScheduler(ensemble, 1, members, self.lease.statistics, self.infer, self.report)
 
-    def infer(self, request: InferRequest, sink: ResponseSink) -> Any:
+    def infer(self, request: InferRequest, sink: ResponseSink, admitted: bool) -> Any:
+        self.admitted.append(admitted)
         if self.refuse is not None:
             raise self.refuse
         call = MemberCall(request, sink)
@@ -107,9 +109,10 @@ class Bench:
     def report(self, text: str, error: BaseException) -> None:
         raise AssertionError(text) from error
 
-    def submit(self, outputs: tuple[str, ...] = (), **inputs: int) -> Call:
+    def submit(self, outputs: tuple[str, ...] = (), is_late: bool = False, **inputs: int) -> Call:
         request = InferRequest("e", tuple(tensor(n, v) for n, v in inputs.items()), id="r", outputs=outputs)
         call = Call(request, 1, None, self.sink, self.lease, self.scheduler)
+        call.is_late = is_late
         self.scheduler.submit(call)
         return call
 
@@ -167,6 +170,15 @@ def test_a_refused_step_ends_the_call() -> None:
     bench.submit(I=1, J=2)
     assert [str(result) for result, _ in bench.sink.results] == ["in ensemble 'e', gone"]
     assert bench.lease.released == 1
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_all_steps_are_let_in_of_what_had_begun_before_the_server_was_to_end(is_late: bool) -> None:
+    bench = Bench(CHAIN, ADD, NEG)
+    assert bench.scheduler.stopped(InferRequest("e", ())) is None
+    bench.submit(I=1, J=2, is_late=is_late)
+    bench.calls[0].answer(S=3)
+    assert bench.admitted == [not is_late] * 2
 
 
 def test_the_error_of_one_step_cancels_the_others() -> None:

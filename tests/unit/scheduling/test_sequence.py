@@ -415,6 +415,29 @@ async def test_a_model_without_instances_refuses_its_requests():
     assert call.sink.only.message == "model 'm' is not available: all its instance groups are passive"
 
 
+async def test_a_server_that_is_about_to_end_refuses_what_begins_and_waits_for_what_has():
+    lab, iterative = Lab(config("direct { }")), Lab(config(f"iterative_sequence: true {START}"))
+    texts = [
+        (lab, SequenceControl(1, start=True), True),
+        (lab, SequenceControl(1, start=True, end=True), True),
+        (lab, SequenceControl(1), False),
+        (lab, SequenceControl(1, end=True), False),
+        (lab, None, False),
+        (iterative, None, True),
+    ]
+    for each, sequence, refused in texts:
+        error = each.scheduler.stopped(InferRequest("m", (), id="x", sequence=sequence))
+        assert (error is not None) == refused
+        if error is not None:
+            assert error.message == (
+                "Server is stopping, scheduler for model has stopped accepting new inference requests"
+            )
+    assert lab.scheduler.sequences == 0
+    await lab.send(1, "s")
+    await lab.send(2, "s")
+    assert lab.scheduler.sequences == 2
+
+
 # -- iterative sequences ---------------------------------------------------------------------------------------------
 
 START = 'control_input { name: "S" control { kind: CONTROL_SEQUENCE_START int32_false_true: [ 0, 1 ] } }'

@@ -55,9 +55,13 @@ class Listener:
         self._look()
         return self
 
-    async def __aexit__(self, *exc_info: object) -> None:
+    def refuse(self) -> None:
+        """Takes no new connections; those that there are go on."""
         assert self._server is not None
         self._server.close()
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        self.refuse()
         for connection in list(self.connections.open):
             connection.finish()
         with suppress(TimeoutError):
@@ -113,6 +117,14 @@ class Service:
     @property
     def bound_port(self) -> int:
         return self._listener.bound_port
+
+    @property
+    def connection_count(self) -> int:
+        return len(self._listener.connections.open)
+
+    async def refuse(self) -> None:
+        """Takes no new connections; those that there are go on."""
+        self._listener.refuse()
 
     async def __aenter__(self) -> Self:
         await self._listener.__aenter__()

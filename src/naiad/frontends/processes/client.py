@@ -84,13 +84,14 @@ class _KnownVersions:
 
 
 class EngineConnection:
-    """The connection to the engine's process. `start` and `stop` are what it says; `stop` is its end, too."""
+    """The connection to the engine's process. `start`, `refuse` and `stop` are what it says; `stop` is its end, too."""
 
     def __init__(self, sock: socket.socket, requests_fd: int, responses_fd: int) -> None:
         self._loop = asyncio.get_running_loop()
         self._sender = Sender(requests_fd)
         self._receiver = Receiver(responses_fd)
         self.start: asyncio.Future[frames.Start] = self._loop.create_future()
+        self.refuse = asyncio.Event()
         self.stop = asyncio.Event()
         self.is_lost = False
         self.regions = CopiedRegions(self.tell)
@@ -181,6 +182,8 @@ class EngineConnection:
             case frames.Start():
                 self.regions.allow = frame.options.allow_client_shm
                 self.start.set_result(frame)
+            case frames.Refuse():
+                self.refuse.set()
             case frames.Stop():
                 self.stop.set()
 

@@ -156,6 +156,12 @@ class Report(msgspec.Struct, array_like=True, tag="report"):
     line: int
 
 
+class HttpConnections(msgspec.Struct, array_like=True, tag="connections"):
+    """How many HTTP connections there are, after `Refuse`: told at each change."""
+
+    count: int
+
+
 # ---- to a front end ------------------------------------------------------------------------------------------
 
 
@@ -167,6 +173,10 @@ class Start(msgspec.Struct, array_like=True, tag="start"):
 
 class Stop(msgspec.Struct, array_like=True, tag="stop"):
     """Accept nothing any more, finish what there is, and end."""
+
+
+class Refuse(msgspec.Struct, array_like=True, tag="refuse"):
+    """Take no new HTTP connections."""
 
 
 class Answers(msgspec.Struct, array_like=True, tag="answers"):
@@ -236,10 +246,11 @@ class Transcoded(msgspec.Struct, array_like=True, tag="transcoded"):
 
 
 ToEngine = (
-    Asks | Sent | HttpManagement | GrpcManagement | Withdraw | RegionUsed | Known | Report | Hello | Started | Transcoded
+    Asks | Sent | HttpManagement | GrpcManagement | Withdraw | RegionUsed | Known | Report | Hello | Started
+    | HttpConnections | Transcoded
 )  # fmt: skip
 ToFrontend = (
-    Answers | Managed | ModelChange | RegionAdded | RegionsRemoved | Tracing | Start | Stop | Transcoded
+    Answers | Managed | ModelChange | RegionAdded | RegionsRemoved | Tracing | Start | Refuse | Stop | Transcoded
 )  # fmt: skip
 
 _KINDS = frozenset(kind for kind in vars(errors).values() if isinstance(kind, type))

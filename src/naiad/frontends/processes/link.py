@@ -78,6 +78,7 @@ class Overseer(Protocol):
     def on_hello(self) -> None: ...
     def on_started(self, failure: Failure | None) -> None: ...
     def on_known(self, known: Known) -> None: ...
+    def on_http_connections(self, count: int) -> None: ...
     def on_end(self, reason: str | None) -> None: ...
 
     async def settled(self, since: int) -> None:
@@ -183,6 +184,8 @@ class Link:
                 self._overseer.on_hello()
             case Started():
                 self._overseer.on_started(frame.failure)
+            case frames.HttpConnections():
+                self._overseer.on_http_connections(frame.count)
 
     # ---------------------------------------------------------------- inference
 

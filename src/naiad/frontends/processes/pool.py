@@ -22,7 +22,7 @@ from typing import Self
 
 from naiad.errors import NaiadError, Unavailable
 from naiad.frontends.addresses import cannot_listen
-from naiad.frontends.processes.frames import Known, ModelChange, Start, Stop, ToFrontend, Tracing, Version
+from naiad.frontends.processes.frames import Known, ModelChange, Refuse, Start, Stop, ToFrontend, Tracing, Version
 from naiad.frontends.processes.link import Behind, Link
 from naiad.instances.environment import exit_text
 from naiad.instances.frames import Failure
@@ -107,6 +107,21 @@ class FrontEndProcesses:
                     await asyncio.gather(*(process.ended.wait() for process in self._processes))
         finally:
             await self._end()
+
+    @property
+    def connection_count(self) -> int:
+        """Open HTTP connections, after `refuse`."""
+        return sum(process.http_connections or 0 for process in self._processes)
+
+    async def refuse(self) -> None:
+        """Takes no new HTTP connections; those that there are go on."""
+        for process in self._processes:
+            process.link.tell(Refuse())
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_STOP_S):
+                while any(process.http_connections is None for process in self._processes):
+                    self._news.clear()
+                    await self._news.wait()
 
     async def _end(self) -> None:
         """By force, where it must be."""
@@ -269,6 +284,9 @@ class FrontEndProcesses:
             if since < change <= upto:
                 raise refusal
 
+    def heard(self) -> None:
+        self._news.set()
+
     def known(self, known: Known) -> None:
         if known.failure is not None:
             self._refused.append((known.change, known.failure.error()))
@@ -294,6 +312,8 @@ class _Process:
         #: It has been told what there is, and is told all changes; the last one it knows.
         self.is_introduced = False
         self.known = 0
+        #: Known when it takes no new ones.
+        self.http_connections: int | None = None
 
     def launch(self) -> None:
         """Raises Unavailable."""
@@ -350,6 +370,10 @@ class _Process:
             self.started.set_result(None)
         else:
             self.started.set_exception(failure.error())
+
+    def on_http_connections(self, count: int) -> None:
+        self.http_connections = count
+        self._pool.heard()
 
     def on_known(self, known: Known) -> None:
         self.known = max(self.known, known.change)

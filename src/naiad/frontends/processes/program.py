@@ -12,7 +12,7 @@ import sys
 import uvloop
 
 from naiad.errors import NaiadError
-from naiad.frontends.listening import Listening, listen, spare_collector
+from naiad.frontends.listening import HttpService, Listening, listen, spare_collector
 from naiad.frontends.processes.client import (
     EngineClient,
     EngineConnection,
@@ -20,13 +20,15 @@ from naiad.frontends.processes.client import (
     ReportingLog,
     management,
 )
-from naiad.frontends.processes.frames import Started, failure_of
+from naiad.frontends.processes.frames import HttpConnections, Started, failure_of
 from naiad.instances.host import ignore_signals
 from naiad.instances.zygote import name_process
 from naiad.telemetry.log import bridge
 
 #: How long clients may take to hear that the engine's process has ended.
 _GRACE_S = 2.0
+#: How often the connections are counted when no new ones are taken.
+_COUNT_S = 0.05
 
 
 async def _serve(sock: socket.socket, requests_fd: int, responses_fd: int) -> None:
@@ -55,9 +57,25 @@ async def _serve(sock: socket.socket, requests_fd: int, responses_fd: int) -> No
             return
         spare_collector()
         connection.tell(Started(None))
+        refusing = asyncio.ensure_future(_refuse(connection, listening.http))
         await connection.stop.wait()
+        refusing.cancel()
         if connection.is_lost:
             asyncio.get_running_loop().call_later(_GRACE_S, os._exit, 1)
+
+
+async def _refuse(connection: EngineConnection, http: HttpService | None) -> None:
+    """When the engine's process says so: takes no new HTTP connections and tells how many there still are."""
+    await connection.refuse.wait()
+    told = -1
+    if http is not None:
+        await http.refuse()
+    while told:
+        count = 0 if http is None else http.connection_count
+        if count != told:
+            told = count
+            connection.tell(HttpConnections(count))
+        await asyncio.sleep(_COUNT_S)
 
 
 def main() -> None:

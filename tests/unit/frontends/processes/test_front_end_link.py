@@ -96,6 +96,8 @@ class Overseer:
 
     def on_started(self, failure: Any) -> None: ...
 
+    def on_http_connections(self, count: int) -> None: ...
+
     def on_known(self, known: Known) -> None:
         self.known.append(known)
         self.news.set()
