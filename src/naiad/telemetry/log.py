@@ -14,6 +14,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from functools import lru_cache
 from types import FrameType
 from typing import Any, Literal, TextIO
@@ -107,7 +108,8 @@ class Log:
         """Writes what there is and closes the log file; later lines go to the console."""
         self.flush()
         if self._file is not None:
-            self._file.close()
+            with suppress(OSError):  # a disk that is full: what could not be written until now is lost
+                self._file.close()
         self._file = None
         self.log_file = ""
 

@@ -123,6 +123,14 @@ def test_a_broken_sink_does_not_stop_the_server(monkeypatch):
     Log().info("x")
 
 
+def test_a_full_disk_does_not_stop_the_server():
+    log = Log()
+    log.configure(file="/dev/full")
+    log.info("lost")
+    log.close()
+    assert log.log_file == ""
+
+
 def test_an_exception_is_logged_with_where_it_came_from(capsys):
     log = Log()
     try:
