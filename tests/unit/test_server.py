@@ -1,5 +1,8 @@
 import os
+import subprocess
+import sys
 import tempfile
+import time
 
 import pytest
 
@@ -41,3 +44,17 @@ def test_a_folder_that_there_is_stays(started, monkeypatch, tmp_path):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     assert server.serve(ServerOptions(model_repository=("/a",))) == 0
     assert started == [str(tmp_path)]
+
+
+def test_without_standard_streams(tmp_path):
+    begun = tmp_path / "begun"
+    (tmp_path / "models" / "m" / "1").mkdir(parents=True)
+    code = f"open({str(begun)!r}, 'w')\n\n\nclass TritonPythonModel:\n    def execute(self, requests): ...\n"
+    (tmp_path / "models" / "m" / "1" / "model.py").write_text(code)
+    ports = " ".join(f"--{service}-port=0" for service in ("http", "grpc", "metrics"))
+    command = f'exec "$0" -m naiad --model-repository={tmp_path}/models {ports} <&- >&- 2>&-'
+    with subprocess.Popen(["sh", "-c", command, sys.executable]) as process:
+        while not begun.exists() and process.poll() is None:
+            time.sleep(0.01)  # nobody tells when a file is there
+        process.terminate()
+        assert process.wait(60) == 0
