@@ -35,13 +35,18 @@ def placed_instances(config: ModelConfig) -> list[Placed]:
     group, on each GPU it lists; passive ones take no requests and are not loaded. Neighbours are on different GPUs, as
     in Triton: who has the first ones work has all GPUs work."""
     placed: list[Placed] = []
+    names: set[str] = set()
     for group in config.instance_groups:
         if group.passive:
             continue
         for number in range(group.count):
             for device in group.gpus or (0,):
                 device_id = device if group.kind == "KIND_GPU" else 0
-                placed.append((group, InstanceContext(_name(group, number, device), group.kind, device_id)))
+                context = InstanceContext(_name(group, number, device), group.kind, device_id)
+                # Groups may have the same name, and list a GPU twice; hosts tell instances by their names.
+                context = _with_free_name(group, context, names)
+                names.add(context.name)
+                placed.append((group, context))
     return placed
 
 

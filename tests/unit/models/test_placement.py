@@ -42,6 +42,8 @@ PRIORITY = "rate_limiter { priority: 2 }"
         (cpu(2), ["m_0_0", "m_0_1"]),
         (cpu(1) + cpu(1, "x"), ["m_0_0", "x_0"]),
         (cpu(2, more="passive: true") + cpu(1, "x"), ["x_0"]),
+        (cpu(2, "x") + cpu(1, "x"), ["x_0", "x_1", "x_2"]),
+        (gpu(1, 0, 0), ["g_0_gpu0", "g_1_gpu0"]),
         (gpu(2, 3), ["g_0", "g_1"]),
         (gpu(2, 0, 1), ["g_0_gpu0", "g_0_gpu1", "g_1_gpu0", "g_1_gpu1"]),
     ],
