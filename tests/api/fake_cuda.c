@@ -1,8 +1,10 @@
 /* The few functions of the CUDA runtime and driver that a server and its hosts call, on files in place of a GPU's memory:
    the handle of a file is its path. The same file is both libraries. Of two GPUs the second has a context, in which all
-   calls end with what `meet` was told. */
+   calls end with what `meet` was told. A copy waits as long as there is a file of its memory's name and ".hold"; while it
+   does there is one of that name and ".held". */
 #include <fcntl.h>
 #include <stddef.h>
+#include <stdio.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -15,7 +17,18 @@ typedef struct {
 static struct {
     char *address;
     size_t size;
+    char path[64];
 } opened[64];
+
+static void wait_for(const char *path) {
+    char hold[80], held[80];
+    snprintf(hold, sizeof hold, "%s.hold", path);
+    snprintf(held, sizeof held, "%s.held", path);
+    if (access(hold, F_OK)) return;
+    close(open(held, O_CREAT | O_WRONLY, 0600));
+    while (!access(hold, F_OK)) usleep(1000);
+    unlink(held);
+}
 
 int cudaSetDevice(int device) {
     return device == 0 ? 0 : 101;
@@ -30,6 +43,7 @@ int cudaIpcOpenMemHandle(void **address, handle memory, unsigned flags) {
             opened[i].size = status.st_size;
             opened[i].address = mmap(NULL, status.st_size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
             *address = opened[i].address;
+            memcpy(opened[i].path, memory.path, sizeof memory.path);
             close(fd);
             return 0;
         }
@@ -50,6 +64,7 @@ int cudaMemcpy(void *target, const void *source, size_t size, int kind) {
     const char *device = kind == 1 ? target : source;
     for (int i = 0; i < 64; i++)
         if (opened[i].address && device >= opened[i].address && device + size <= opened[i].address + opened[i].size) {
+            wait_for(opened[i].path);
             memcpy(target, source, size);
             return 0;
         }

@@ -3,6 +3,7 @@ none: their GPU is files."""
 
 import base64
 import shutil
+import signal
 import subprocess
 import uuid
 from collections.abc import Iterator
@@ -36,7 +37,7 @@ def server(
     monkeypatch.setenv("LD_LIBRARY_PATH", str(libraries))
     repository.echo("echo", config="max_batch_size: 8 dynamic_batching { }")
     repository.doer("doer")
-    with Server(repository, flags=(f"--frontends={request.param}",)) as server:
+    with Server(repository, flags=(f"--frontends={request.param}", "--exit-timeout-secs=2")) as server:
         yield server.started()
 
 
@@ -46,7 +47,8 @@ def memory() -> Iterator[Path]:
     path = Path("/dev/shm", f"naiad-{uuid.uuid4().hex[:8]}")
     path.write_bytes(bytes(SIZE))
     yield path
-    path.unlink()
+    for each in path.parent.glob(f"{path.name}*"):
+        each.unlink(missing_ok=True)
 
 
 def handle(path: Path) -> Any:
@@ -109,6 +111,42 @@ def test_an_error_of_a_copy_is_the_requests(server: Server, memory: Path) -> Non
         assert connected.infer("echo", [tensor]).as_numpy("OUT").shape == (1, 4)
         until(lambda: connected.unregister_cuda_shared_memory() is None, "nothing is in use")
     assert holders(server, memory) == 0
+
+
+def ask_on_gpu(server: Server, memory: Path) -> None:
+    module = server.http._module
+    tensor = module.InferInput("IN", [1, 4], "FP32")
+    tensor.set_shared_memory("c", 16)
+    output = module.InferRequestedOutput("OUT")
+    output.set_shared_memory("c", 16, offset=16)
+    with server.http._connected() as client:
+        client.infer("echo", [tensor], outputs=[output])
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_server_that_ends_while_memory_is_copied(server: Server, memory: Path, ends: bool) -> None:
+    with server.http._connected() as connected:
+        connected.register_cuda_shared_memory("c", handle(memory).decode(), 0, SIZE)
+    numbers = np.arange(4, dtype=np.float32).tobytes()
+    with memory.open("r+b") as file:
+        file.write(numbers)
+    hold, held = (memory.with_name(f"{memory.name}.{what}") for what in ("hold", "held"))
+    hold.touch()
+    asking = server.ask(ask_on_gpu, server, memory)
+    until(held.exists, "the copy has begun")
+    # Others are served meanwhile.
+    server.http.do("doer")
+    server.signal(signal.SIGTERM)
+    server.says("Signal received, shutting down")
+    if ends:
+        hold.unlink()
+        asking.result()
+        assert memory.read_bytes()[16:32] == numbers
+        assert server.wait() == 0
+    else:
+        # A GPU that does not answer keeps no server alive.
+        server.wait()
+        assert asking.exception() is not None
 
 
 def test_a_model_that_breaks_cuda_gets_another_process(server: Server) -> None:
