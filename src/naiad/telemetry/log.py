@@ -173,10 +173,6 @@ class Log:
                     text += held.popleft()
             except IndexError:
                 pass  # this was all
-            if not text.isascii():
-                # What one client sends must not cost the lines of the others.
-                encoding = sink.encoding or "utf-8"
-                text = text.encode(encoding, "backslashreplace").decode(encoding)
             _write(sink, text)
 
     def _line(
@@ -244,6 +240,10 @@ def _problem(key: str, value: Any) -> NaiadError | None:
 
 def _write(sink: TextIO, text: str) -> None:
     try:
+        if not text.isascii():
+            # What a line says must not cost it, nor those that are written with it.
+            encoding = sink.encoding or "utf-8"
+            text = text.encode(encoding, "backslashreplace").decode(encoding)
         sink.write(text)
         sink.flush()
     except (OSError, ValueError, UnicodeError):

@@ -359,6 +359,14 @@ def test_what_a_client_sends_does_not_cost_the_lines_of_others(monkeypatch, enco
     assert r'id="\udcff" status="OK"' in second
 
 
+@pytest.mark.parametrize(("encoding", "name"), [("utf-8", "mod\u00e8le"), ("ascii", r"mod\xe8le")])
+def test_a_line_is_written_in_any_encoding(monkeypatch, encoding, name):
+    sink = Pieces(encoding)
+    monkeypatch.setattr("sys.stderr", sink)
+    Log().error("failed to load 'mod\u00e8le'")
+    assert name in "".join(sink.written)
+
+
 def test_access_lines_that_cannot_be_written_are_dropped(monkeypatch):
     closed = io.StringIO()
     closed.close()
