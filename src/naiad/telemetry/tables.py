@@ -3,6 +3,7 @@
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 
 from naiad.messages import IndexEntry
 from naiad.telemetry.log import Log
@@ -16,13 +17,15 @@ def show_models(log: Log, entries: Sequence[IndexEntry], reasons: Mapping[str, s
     """Shows each model version with its state and, where there is one, the reason. Nothing if there are no models.
     `reasons` say, by name, why there is no version of a model.
 
-    A terminal gets a table as wide as it is; otherwise the table goes to the log, at the level info.
+    A terminal that knows all characters gets a table as wide as it is; otherwise the table goes to the log, at the level
+    info.
     """
     rows = [row(entry, reasons.get(entry.name, "")) for entry in entries]
     if not log.log_info or not rows:
         return
-    if not log.log_file and sys.stdout.isatty():
-        _print_rich(rows)
+    if not log.log_file and sys.stdout.isatty() and sys.stdout.encoding == "utf-8":
+        with suppress(OSError):  # the terminal is closed
+            _print_rich(rows)
     else:
         log.table(plain_table(_HEADINGS, rows))
 

@@ -248,19 +248,34 @@ def test_the_table_of_models_goes_to_the_log(capsys):
     ]
 
 
-def test_the_table_of_models_on_a_terminal(monkeypatch):
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
+class Terminal(io.TextIOWrapper):
+    def __init__(self, encoding):
+        super().__init__(io.BytesIO(), encoding)
 
-    terminal = Terminal()
+    def isatty(self):
+        return True
+
+    def shown(self):
+        self.flush()
+        return self.buffer.getvalue().decode(self.encoding)
+
+
+def test_the_table_of_models_on_a_terminal(monkeypatch):
+    terminal = Terminal("utf-8")
     monkeypatch.setattr("sys.stdout", terminal)
     monkeypatch.setenv("COLUMNS", "120")
     show_models(Log(), ENTRIES, REASONS)
-    text = terminal.getvalue()
+    text = terminal.shown()
     assert "UNAVAILABLE: Internal: no" in text
     assert "idle" in text
     assert "] " not in text
+
+
+def test_a_terminal_that_does_not_know_all_characters_gets_a_plain_table(monkeypatch):
+    terminal = Terminal("ascii")
+    monkeypatch.setattr("sys.stdout", terminal)
+    show_models(Log(), [IndexEntry("mod\u00e8le", "1", "READY")], {})
+    assert "| mod\\xe8le | 1       | READY  |" in terminal.shown()
 
 
 def test_long_reasons_are_wrapped_and_paths_stay_whole():
