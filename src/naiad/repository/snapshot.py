@@ -61,7 +61,7 @@ class Snapshot:
     models: Mapping[str, ModelDirectory] = field(default_factory=dict)
     duplicates: Mapping[str, tuple[Path, ...]] = field(default_factory=dict)
     failures: Mapping[str, str] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = field(default=(), compare=False)
 
 
 def scan(repositories: Iterable[str | Path], only: Collection[str] | None = None) -> Snapshot:
@@ -82,6 +82,9 @@ def scan(repositories: Iterable[str | Path], only: Collection[str] | None = None
         except OSError as error:
             failures[repository] = f"cannot open folder '{os.path.abspath(repository)}': {error.strerror}"
             continue
+        for name in [name for name in names if not _is_text(name)]:
+            names.remove(name)
+            notes.append(f"ignore folder {name!r} of model repository '{repository}' whose name is not UTF-8")
         if only is None and os.path.isfile(os.path.join(repository, "config.pbtxt")):
             notes.append(f"'{repository}' is the folder of a model: --model-repository is the folder above it")
         elif only is None and not names:
@@ -110,7 +113,7 @@ def model_names(repositories: Iterable[str | Path]) -> Counter[str]:
     names: Counter[str] = Counter()
     for repository in dict.fromkeys(os.fspath(path) for path in repositories):
         with suppress(OSError):
-            names.update(_model_names(repository, None))
+            names.update(filter(_is_text, _model_names(repository, None)))
     return names
 
 
@@ -125,6 +128,15 @@ def _model_names(repository: str, only: Collection[str] | None) -> list[str]:
 
 def _may_be_model(entry: os.DirEntry[str]) -> bool:
     return not entry.name.startswith(".") and entry.name not in _NO_MODELS and _is_folder(entry)
+
+
+def _is_text(name: str) -> bool:
+    """Whether a name is UTF-8, as all texts of the protocols are."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:

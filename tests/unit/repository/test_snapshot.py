@@ -113,6 +113,15 @@ def test_repositories_that_look_like_a_mistake(tmp_path):
     assert note == f"'{folder}' is the folder of a model: --model-repository is the folder above it"
 
 
+def test_a_folder_whose_name_is_not_utf_8_is_no_model(tmp_path):
+    model(tmp_path, "m", "1")
+    (tmp_path / os.fsdecode(b"m\xff") / "1").mkdir(parents=True)
+    snapshot = scan([tmp_path])
+    assert list(snapshot.models) == ["m"]
+    assert snapshot.notes == (f"ignore folder 'm\\udcff' of model repository '{tmp_path}' whose name is not UTF-8",)
+    assert model_names([tmp_path]) == {"m": 1}
+
+
 def test_folders_that_others_put_into_a_repository(tmp_path):
     for name in ("lost+found", "__pycache__", ".git", "m"):
         model(tmp_path, name, "1")

@@ -1,3 +1,4 @@
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,13 @@ def test_a_model_that_never_settles_does_not_hold_up_the_others():
     settled = Settled(snapshot(a="1", b="1"))
     assert seen_by(settled, snapshot(a="2", b="2"), snapshot(a="3", b="2")) == [None, snapshot(a="1", b="2")]
     assert settled.waiting
+
+
+def test_what_is_noted_of_a_repository_is_no_change():
+    settled = Settled(snapshot())
+    noted = dataclasses.replace(snapshot(), notes=("there are no models",))
+    assert seen_by(settled, noted, noted) == [None, None]
+    assert not settled.waiting
 
 
 def test_waiting_says_whether_to_look_again_soon():
