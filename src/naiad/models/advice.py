@@ -104,8 +104,8 @@ def _of_file(path: Path) -> str:
         if not path.exists():
             told = _other_files(path.parent, "rename one, or say default_model_filename")
             return told or f"'{path.parent}' is empty"
-        if path.is_dir():
-            return ""
+        if not path.is_file():
+            return ""  # a folder, or what cannot be read without waiting
         with path.open("rb") as file:
             begin = file.read(64).lower()
     except OSError as error:

@@ -1,5 +1,6 @@
 """What the log says to do about models that do not load: over real folders, with the errors as they are raised."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -133,6 +134,12 @@ async def test_of_versions(tmp_path: Path, files: dict[str, str], error: str, te
     source = await source_of(tmp_path, {"1/.keep": "", **files})
     assert isinstance(source.draft, Draft)
     assert advice(source, InvalidArgument(error), 1) == text.format(m=tmp_path / "m")
+
+
+async def test_of_a_pipe(tmp_path: Path) -> None:
+    source = await source_of(tmp_path, {"config.pbtxt": ONNX, "1/.keep": ""})
+    os.mkfifo(tmp_path / "m" / "1" / "model.onnx")
+    assert advice(source, InvalidArgument(""), 1) == ""
 
 
 async def test_of_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
