@@ -192,8 +192,8 @@ class InferenceRequest:
                 return _response(services.call("infer", call, calls.InferAnswer))
             stream = services.call("infer", call, calls.StreamAnswer).stream
         except NaiadError as error:
-            text = f"Model {self._model_name} - Error when running inference: {error.message}"
-            refused = InferenceResponse(error=TritonError(text))
+            reason = f"Model {self._model_name} - Error when running inference: {error.message}"
+            refused = InferenceResponse(error=TritonError(reason))
             return ResponseIterator(services, None, [refused]) if decoupled else refused
         return ResponseIterator(services, stream)
 

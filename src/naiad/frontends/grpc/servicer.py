@@ -24,6 +24,7 @@ from naiad.options import Restriction, forward_pattern
 from naiad.protocol.proto_codec import Reply, decode, parse_request, parse_version, recall, remember, unreadable
 from naiad.protocol.regions import CopyingCall, Regions, is_local_peer
 from naiad.statistics import ModelStatistics
+from naiad.telemetry.log import FORMATS
 from naiad.telemetry.trace import TraceSettings, off
 
 _LOGGER = logging.getLogger(__name__)
@@ -411,7 +412,7 @@ class Servicer:
             field, kind = expected
             if setting.WhichOneof("parameter_choice") != field:
                 raise InvalidArgument(f"expect {kind} for '{key}'")
-            if key == "log_format" and setting.string_param not in ("default", "ISO8601"):
+            if key == "log_format" and setting.string_param not in FORMATS:
                 raise InvalidArgument(f"invalid argument for log_format, got: {setting.string_param}")
             values[key] = getattr(setting, field)
         settings = self._log_settings.update(None, values) if values else self._log_settings.get(None)

@@ -767,6 +767,7 @@ async def test_log_settings(connect: Connect) -> None:
         assert await call(colour=setting(string_param="x")) == log.values
         assert await call(log_verbose_level=setting(uint32_param=3)) == log.values | {"log_verbose_level": 3}
         assert log.updates == [(None, {"log_verbose_level": 3})]
+        assert (await call(log_format=setting(string_param="json")))["log_format"] == "json"
         invalid = StatusCode.INVALID_ARGUMENT
         for key, value, code, text in (
             ("log_info", setting(string_param="no"), invalid, "expect boolean for 'log_info'"),
