@@ -6,6 +6,7 @@ for. Nothing of it is loaded before the first client wants to register such memo
 
 import asyncio
 import ctypes
+import logging
 import sysconfig
 import threading
 from collections.abc import Callable
@@ -17,6 +18,8 @@ from typing import Any, TypeVar
 
 from naiad.datatypes import Buffer
 from naiad.errors import Internal, InvalidArgument, NaiadError
+
+_LOGGER = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -165,6 +168,8 @@ class CudaMemory:
         try:
             address = self._runtime.open(self._device_id, raw_handle)
         except OSError as error:
+            # Who registers it is told no more, as by Triton.
+            _LOGGER.debug("the memory of region '%s' on GPU %d cannot be opened: %s", region, self._device_id, error)
             raise _refusal() from error
         try:
             fits = byte_size <= self._runtime.allocated(address)

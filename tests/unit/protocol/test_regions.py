@@ -638,6 +638,17 @@ async def test_cuda_memory_that_cannot_be_opened(
     assert cuda.open_handles == {}
 
 
+async def test_why_memory_cannot_be_opened_is_in_the_verbose_log(
+    regions: Regions, cuda: FakeCuda, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG")
+    with pytest.raises(InvalidArgument):
+        await regions.register_cuda("c", b"x" * 64, 0, 64)
+    (record,) = [record for record in caplog.records if record.name == cuda_memory.__name__]
+    text = "the memory of region 'c' on GPU 0 cannot be opened: [Errno 1] invalid resource handle"
+    assert (record.levelname, record.getMessage()) == ("DEBUG", text)
+
+
 async def test_a_region_of_another_process_can_be_used_at_once(regions: Regions, cuda: FakeCuda) -> None:
     cuda.free.clear()
     uses: list[bool] = []
