@@ -515,6 +515,13 @@ class ServerOptions:
     exit_on_error: bool = _repository(
         "--exit-on-error", True, "Exit if a model cannot be loaded when the server starts.", kind=bool
     )
+    repoagent_directory: str = _repository(
+        "--repoagent-directory",
+        "",
+        "",
+        metavar="path",
+        unused="there are no repository agents, and models that name one are refused",
+    )
     disable_auto_complete_config: bool = _repository(
         "--disable-auto-complete-config",
         False,
@@ -666,6 +673,9 @@ class ServerOptions:
         "",
         kind=int,
         unused="requests and responses are not pooled here",
+    )
+    grpc_max_response_pool_size: int | None = _grpc(
+        "--grpc-max-response-pool-size", None, "", kind=int, unused="requests and responses are not pooled here"
     )
     grpc_use_ssl: bool = _grpc("--grpc-use-ssl", False, "Serve gRPC over TLS.", kind=bool)
     grpc_use_ssl_mutual: bool = _grpc(
@@ -831,6 +841,9 @@ class ServerOptions:
         repeatable=True,
     )
 
+    cache_directory: str = _cache(
+        "--cache-directory", "", "", metavar="path", unused="caches are part of the server, not libraries"
+    )
     response_cache_byte_size: int | None = _cache(
         "--response-cache-byte-size", None, "Deprecated: use --cache-config=local,size=<number>.", kind=int
     )
@@ -963,7 +976,6 @@ OPTIONS: dict[str, Option] = {field.name: field.metadata["option"] for field in 
 REFUSED: dict[str, str] = {
     "--model-namespacing": "a model name must be unique across all repositories here",
     "--enable-peer-access": "the server does not copy between GPUs",
-    "--grpc-max-response-pool-size": "responses are not pooled here",
     "--allow-sagemaker": "there is no SageMaker endpoint",
     "--sagemaker-port": "there is no SageMaker endpoint",
     "--sagemaker-safe-port-range": "there is no SageMaker endpoint",
@@ -972,8 +984,6 @@ REFUSED: dict[str, str] = {
     "--vertex-ai-port": "there is no Vertex AI endpoint",
     "--vertex-ai-thread-count": "there is no Vertex AI endpoint",
     "--vertex-ai-default-model": "there is no Vertex AI endpoint",
-    "--repoagent-directory": "there are no repository agents",
-    "--cache-directory": "caches are part of the server, not libraries",
     "--min-supported-compute-capability": "the frameworks of the backends decide which GPUs they support",
     "--host-policy": "models are not bound to NUMA nodes or cores",
 }

@@ -290,8 +290,17 @@ def test_what_has_no_effect_is_taken_and_told():
         buffer_manager_thread_count=["2"],
         pinned_memory_pool_byte_size=["268435456"],
         http_thread_count=["16"],
+        grpc_max_response_pool_size=["10"],
+        repoagent_directory=["/opt/tritonserver/repoagents"],
+        cache_directory=["/opt/tritonserver/caches"],
         exit_timeout_secs=["5"],
     )
-    flags = {"--cuda-memory-pool-byte-size", "--buffer-manager-thread-count", "--http-thread-count"}
-    assert set(given.unused) == flags
+    assert set(given.unused) == {
+        "--cuda-memory-pool-byte-size",
+        "--buffer-manager-thread-count",
+        "--http-thread-count",
+        "--grpc-max-response-pool-size",
+        "--repoagent-directory",
+        "--cache-directory",
+    }
     assert options().unused == {}
