@@ -38,8 +38,9 @@ _LINES_SHOWN = 15
 
 
 def default_directory() -> Path:
-    """Where environments are kept if nothing else is said: in the user's cache."""
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    """Where environments are kept if nothing else is said: in the user's cache. A user without a home, as containers have
+    them, has it in the root folder, if at all."""
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache").removeprefix("~")
     return Path(cache, "naiad", "environments")
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from naiad.errors import InvalidArgument, Unavailable
-from naiad.instances.provision import Environments
+from naiad.instances.provision import Environments, default_directory
 
 
 class Lab:
@@ -60,6 +60,15 @@ def interrupt(cache: Path, interpreter: Path) -> Path:
 
 def output_of(interpreter: str, code: str) -> str:
     return subprocess.run([interpreter, "-c", code], capture_output=True, text=True, check=True).stdout
+
+
+def test_where_environments_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", "/home/me")
+    assert default_directory() == Path("/home/me/.cache/naiad/environments")
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)  # nobody knows this user
+    assert default_directory() == Path("/.cache/naiad/environments")
 
 
 async def test_most_models_bring_nothing(lab: Lab) -> None:
