@@ -214,7 +214,9 @@ class Servicer:
 
     def _forwarded(self, request: InferRequest, metadata: Metadata, pattern: re.Pattern[str]) -> InferRequest:
         parameters: dict[str, ParameterValue] = {
-            key: value for key, value in metadata if isinstance(value, str) and pattern.search(key)
+            key: value if isinstance(value, str) else value.decode(errors="replace")
+            for key, value in metadata
+            if pattern.search(key)
         }
         if not parameters:
             return request
@@ -522,8 +524,10 @@ def _check_unary(model: Model) -> None:
 
 def _check(guard: tuple[str, str], metadata: Metadata) -> None:
     for pair in metadata:
-        if pair[0] == guard[0] and pair[1] == guard[1]:
-            return
+        if pair[0] == guard[0]:
+            if pair[1] == guard[1]:
+                return
+            break
     raise Unavailable(f"This protocol is restricted, expecting header '{guard[0]}'")
 
 

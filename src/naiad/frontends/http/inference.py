@@ -72,7 +72,15 @@ class HeaderForwarding:
         """The parameters, or None. Names are as they were sent."""
         if self._search is None:
             return None
-        return {name: value for name, value in headers.items() if self._search(name) is not None}
+        return {name: _text(value) for name, value in headers.items() if self._search(name) is not None}
+
+
+def _text(value: str) -> str:
+    """The value of a header as its client meant it: in UTF-8 where it is that."""
+    try:
+        return value.encode("latin-1").decode()
+    except UnicodeDecodeError:
+        return value
 
 
 class _Facts:

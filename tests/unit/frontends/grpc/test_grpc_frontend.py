@@ -286,9 +286,9 @@ async def test_compressed_requests(connect: Connect, compression: grpc.Compressi
 async def test_forwarded_metadata_become_parameters(connect: Connect) -> None:
     async with connect(forward="(x-.*|color)") as connection:
         request = ask(parameters={"a": pb.InferParameter(int64_param=1)})
-        metadata = (("x-shade", "dark"), ("other", "no"), ("color", "red"), ("x-raw-bin", b"\0"))
+        metadata = (("x-shade", "dark"), ("other", "no"), ("color", "red"), ("x-raw-bin", b"a\xff"))
         await connection.stub.ModelInfer(request, metadata=metadata)
-        expected = {"a": 1, "x-shade": "dark", "color": "red"}
+        expected = {"a": 1, "x-shade": "dark", "color": "red", "x-raw-bin": "a\ufffd"}
         assert connection.engine.requests[-1].parameters == expected
         async for _ in connection.stub.ModelStreamInfer(once(request), metadata=metadata):
             assert connection.engine.requests[-1].parameters == expected
@@ -792,7 +792,9 @@ async def test_restricted_protocols(connect: Connect) -> None:
     async with connect(restrictions=restrictions) as connection:
         stub = connection.stub
         refused = "This protocol is restricted, expecting header 'triton-grpc-protocol-team'"
-        for metadata in ((), (("team", "blue"),), (("triton-grpc-protocol-team", "red"),)):
+        key = (("triton-grpc-protocol-team", "blue"),)
+        wrong = (("triton-grpc-protocol-team", "red"),)
+        for metadata in ((), (("team", "blue"),), wrong, wrong + key):
             assert await connection.refusal(stub.ModelInfer(ask(), metadata=metadata)) == (
                 StatusCode.UNAVAILABLE,
                 refused,
@@ -800,7 +802,6 @@ async def test_restricted_protocols(connect: Connect) -> None:
             stream = stub.ModelStreamInfer(once(ask()), metadata=metadata)
             with pytest.raises(aio.AioRpcError, match="protocol is restricted"):
                 await anext(aiter(stream))
-        key = (("triton-grpc-protocol-team", "blue"),)
         await stub.ModelInfer(ask(), metadata=key)
         assert len(await exchange(connection, ask(), metadata=key)) == 1
         with pytest.raises(aio.AioRpcError, match="expecting header 'triton-grpc-protocol-key'"):

@@ -21,6 +21,7 @@ from http_raw_client import Client, read_answer, request_bytes
 from naiad.errors import InvalidArgument, Unavailable
 from naiad.frontends.http import generate, inference, management
 from naiad.frontends.http.app import HttpFrontend
+from naiad.frontends.http.head import RequestHeaders
 from naiad.frontends.http.metrics import MetricsFrontend
 from naiad.messages import SequenceControl
 from naiad.options import Restriction
@@ -518,9 +519,16 @@ class TestRoutes:
             engine, address="127.0.0.1", port=0, header_forward_pattern="(X-.*|color)", grace_s=1
         ) as front_end:
             await Client(front_end.bound_port).post(
-                "/v2/models/reveal/infer", {"inputs": [ints("INPUT0", [1])]}, {"X-Color": "red", "Other": "no"}
+                "/v2/models/reveal/infer",
+                {"inputs": [ints("INPUT0", [1])]},
+                {"X-Color": "red", "Other": "no", "X-Utf-8": "\xe9"},
             )
-        assert engine.requests[0].parameters == {"X-Color": "red"}
+        assert engine.requests[0].parameters == {"X-Color": "red", "X-Utf-8": "\xe9"}
+
+    def test_values_that_are_not_utf8_are_latin1(self) -> None:
+        headers = RequestHeaders()
+        headers.add(b"X-Latin-1", b"\xe9")
+        assert inference.HeaderForwarding("X-")(headers) == {"X-Latin-1": "\xe9"}
 
 
 class TestManagement:
