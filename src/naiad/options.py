@@ -436,7 +436,7 @@ class ServerOptions:
         "--execution-timeout-secs",
         600.0,
         "Time, in seconds, that one execution of a model may take. After it the model's process is ended and "
-        "started again. 0 means no limit.",
+        "started again. 0 means no limit. A model's parameter NAIAD_EXECUTION_TIMEOUT_SECS takes precedence.",
         kind=float,
         check=_at_least(0),
     )

@@ -8,6 +8,8 @@ import pytest
 
 from naiad.cli.convert import command as convert
 from naiad.cli.init import command as init
+from naiad.instances.hosts import HOST_PARAMETER, TIMEOUT_PARAMETER
+from naiad.instances.interpreter import ENVIRONMENT_PARAMETER
 from naiad.options import OPTIONS, REFUSED
 
 ROOT = Path(__file__).parents[2]
@@ -41,6 +43,12 @@ def test_extras_to_install_are_there(page: Path) -> None:
     extras = re.findall(r"(?:naiad|\.)\[([\w,-]+)\]'", page.read_text())
     named = {name for extra in extras for name in extra.split(",")}
     assert named <= PROJECT["optional-dependencies"].keys()
+
+
+def test_parameters_of_models_are_explained() -> None:
+    text = "".join(page.read_text() for page in PAGES)
+    for parameter in (HOST_PARAMETER, TIMEOUT_PARAMETER, ENVIRONMENT_PARAMETER):
+        assert f"| `{parameter}` |" in text
 
 
 def test_dependencies_say_how_old_they_may_be() -> None:
