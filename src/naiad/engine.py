@@ -10,7 +10,8 @@ from naiad import __version__
 from naiad.config.model_config import ModelConfig
 from naiad.datatypes import TakesLong
 from naiad.errors import Internal, InvalidArgument, NaiadError, Unavailable
-from naiad.messages import IndexEntry, InferRequest, ModelMetadata, ResponseSink, ServerMetadata
+from naiad.messages import InferRequest, ResponseSink
+from naiad.metadata import IndexEntry, ModelMetadata, ServerMetadata
 from naiad.models.check import BrokenContents, Checked
 from naiad.models.manager import ModelManager
 from naiad.models.model import Model

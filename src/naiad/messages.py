@@ -3,19 +3,24 @@
 A tensor travels through the server as the bytes the client sent (a view, never a copy): its data type, its
 shape and a buffer. numpy arrays are made where somebody computes: in a backend, or for JSON. Requests and
 responses are made on the event loop and never changed.
+
+The values of a request have their constructors written out: compiled, they are then made and read without the
+interpreter, which a constructor that a decorator writes is not.
 """
 
+from dataclasses import dataclass
 from typing import Protocol
-
-import msgspec
 
 from naiad.datatypes import Buffer, DataType
 from naiad.errors import NaiadError
 
 ParameterValue = bool | int | float | str
 
+_NO_PARAMETERS: dict[str, ParameterValue] = {}
 
-class Tensor(msgspec.Struct, frozen=True):
+
+@dataclass(init=False)
+class Tensor:
     """A named tensor.
 
     `shape` is the full shape, batch dimension included. `data` holds the elements row-major and
@@ -27,13 +32,25 @@ class Tensor(msgspec.Struct, frozen=True):
     shape: tuple[int, ...]
     data: Buffer
 
+    def __init__(self, name: str, datatype: DataType, shape: tuple[int, ...], data: Buffer) -> None:
+        self.name = name
+        self.datatype = datatype
+        self.shape = shape
+        self.data = data
 
-class SequenceControl(msgspec.Struct, frozen=True):
+
+@dataclass(init=False)
+class SequenceControl:
     """The place of a request in its sequence; 0 and "" are no correlation id."""
 
     correlation_id: int | str
-    start: bool = False
-    end: bool = False
+    start: bool
+    end: bool
+
+    def __init__(self, correlation_id: int | str, start: bool = False, end: bool = False) -> None:
+        self.correlation_id = correlation_id
+        self.start = start
+        self.end = end
 
 
 class RequestTrace(Protocol):
@@ -44,7 +61,9 @@ class RequestTrace(Protocol):
     """
 
     id: int
-    context: str | None
+
+    @property
+    def context(self) -> str | None: ...
 
     def child(self) -> "RequestTrace | None":
         """For a request that this one causes; None where nobody follows that."""
@@ -62,7 +81,8 @@ class RequestTrace(Protocol):
         """That execution has ended."""
 
 
-class InferRequest(msgspec.Struct, frozen=True):
+@dataclass(init=False)
+class InferRequest:
     """A request for one model.
 
     `model_version` -1 is the newest that is ready. `outputs` are the names asked for, empty for all.
@@ -72,14 +92,59 @@ class InferRequest(msgspec.Struct, frozen=True):
 
     model_name: str
     inputs: tuple[Tensor, ...]
-    model_version: int = -1
-    id: str = ""
-    outputs: tuple[str, ...] = ()
-    parameters: dict[str, ParameterValue] = {}
-    sequence: SequenceControl | None = None
-    priority: int = 0
-    timeout_us: int = 0
-    trace: RequestTrace | None = None
+    model_version: int
+    id: str
+    outputs: tuple[str, ...]
+    parameters: dict[str, ParameterValue]
+    sequence: SequenceControl | None
+    priority: int
+    timeout_us: int
+    trace: RequestTrace | None
+
+    def __init__(
+        self,
+        model_name: str,
+        inputs: tuple[Tensor, ...],
+        model_version: int = -1,
+        id: str = "",
+        outputs: tuple[str, ...] = (),
+        parameters: dict[str, ParameterValue] = _NO_PARAMETERS,
+        sequence: SequenceControl | None = None,
+        priority: int = 0,
+        timeout_us: int = 0,
+        trace: RequestTrace | None = None,
+    ) -> None:
+        self.model_name = model_name
+        self.inputs = inputs
+        self.model_version = model_version
+        self.id = id
+        self.outputs = outputs
+        self.parameters = parameters
+        self.sequence = sequence
+        self.priority = priority
+        self.timeout_us = timeout_us
+        self.trace = trace
+
+    def of(self, inputs: tuple[Tensor, ...]) -> "InferRequest":
+        """The same request with other inputs."""
+        return InferRequest(
+            self.model_name,
+            inputs,
+            self.model_version,
+            self.id,
+            self.outputs,
+            self.parameters,
+            self.sequence,
+            self.priority,
+            self.timeout_us,
+            self.trace,
+        )
+
+    def followed(self, trace: RequestTrace) -> "InferRequest":
+        """The same request, followed by `trace`."""
+        request = self.of(self.inputs)
+        request.trace = trace
+        return request
 
     @property
     def label(self) -> str:
@@ -87,7 +152,8 @@ class InferRequest(msgspec.Struct, frozen=True):
         return f"[request id: {self.id or '<id_unknown>'}] "
 
 
-class InferResponse(msgspec.Struct, frozen=True):
+@dataclass(init=False)
+class InferResponse:
     """One answer of a model. A call of a decoupled model has any number of them.
 
     The buffers of `outputs` may lie in an arena that is used again: they are valid until the sink that got
@@ -98,14 +164,32 @@ class InferResponse(msgspec.Struct, frozen=True):
     model_version: int
     id: str
     outputs: tuple[Tensor, ...]
-    parameters: dict[str, ParameterValue] = {}
+    parameters: dict[str, ParameterValue]
+
+    def __init__(
+        self,
+        model_name: str,
+        model_version: int,
+        id: str,
+        outputs: tuple[Tensor, ...],
+        parameters: dict[str, ParameterValue] = _NO_PARAMETERS,
+    ) -> None:
+        self.model_name = model_name
+        self.model_version = model_version
+        self.id = id
+        self.outputs = outputs
+        self.parameters = parameters
+
+    def to(self, id: str) -> "InferResponse":
+        """The same response to the request `id`."""
+        return InferResponse(self.model_name, self.model_version, id, self.outputs, self.parameters)
 
     def owned(self) -> "InferResponse":
         """The response with buffers of its own, for longer than the sink's call."""
         outputs = tuple(
             [Tensor(tensor.name, tensor.datatype, tensor.shape, bytes(tensor.data)) for tensor in self.outputs]
         )
-        return msgspec.structs.replace(self, outputs=outputs)
+        return InferResponse(self.model_name, self.model_version, self.id, outputs, self.parameters)
 
 
 Result = InferResponse | NaiadError
@@ -119,36 +203,3 @@ class ResponseSink(Protocol):
     """
 
     def send(self, result: Result | None, final: bool) -> None: ...
-
-
-class TensorMetadata(msgspec.Struct, frozen=True):
-    """An input or output as metadata shows it; -1 first where the model batches."""
-
-    name: str
-    datatype: str
-    shape: tuple[int, ...]
-
-
-class ServerMetadata(msgspec.Struct, frozen=True):
-    name: str
-    version: str
-    extensions: tuple[str, ...]
-
-
-class ModelMetadata(msgspec.Struct, frozen=True):
-    """`versions` are those that are ready, or the one asked for; `platform` is the backend where there is none."""
-
-    name: str
-    versions: tuple[str, ...]
-    platform: str
-    inputs: tuple[TensorMetadata, ...]
-    outputs: tuple[TensorMetadata, ...]
-
-
-class IndexEntry(msgspec.Struct, frozen=True):
-    """A model version in the repository index; all but the name are None for a model never loaded."""
-
-    name: str
-    version: str | None = None
-    state: str | None = None
-    reason: str | None = None

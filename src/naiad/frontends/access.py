@@ -9,8 +9,6 @@ import asyncio
 import time
 from typing import Any
 
-import msgspec
-
 from naiad.datatypes import Buffer
 from naiad.engine import Engine
 from naiad.errors import NaiadError
@@ -42,7 +40,7 @@ class _LoggedEngine:
     def infer(self, request: InferRequest, sink: ResponseSink, model: Model | None = None) -> Call:
         access = _Access(self, request, sink)
         try:
-            return self._engine.infer(msgspec.structs.replace(request, trace=access), access, model)
+            return self._engine.infer(request.followed(access), access, model)
         except NaiadError as error:
             access.refuse(error)
             raise

@@ -1,14 +1,14 @@
 """What a scheduler sees of an instance, and an instance of a batch. Lives on the event loop."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
-
-import msgspec
 
 from naiad.messages import InferRequest, Result
 
 
-class ComputeTimes(msgspec.Struct, frozen=True):
+@dataclass(init=False)
+class ComputeTimes:
     """When the phases of one execution ended, in ns of CLOCK_MONOTONIC (`time.monotonic_ns`), which all
     processes of a machine share: handed over, inputs ready, outputs ready, done."""
 
@@ -16,6 +16,12 @@ class ComputeTimes(msgspec.Struct, frozen=True):
     input_end_ns: int
     output_start_ns: int
     end_ns: int
+
+    def __init__(self, start_ns: int, input_end_ns: int, output_start_ns: int, end_ns: int) -> None:
+        self.start_ns = start_ns
+        self.input_end_ns = input_end_ns
+        self.output_start_ns = output_start_ns
+        self.end_ns = end_ns
 
 
 class Execution(Protocol):

@@ -8,8 +8,6 @@ it keeps inputs in a hash map that is walked newest first; so do the loops here.
 import struct
 from time import sleep
 
-import msgspec
-
 from naiad.config.model_config import ModelConfig, TensorConfig
 from naiad.datatypes import LARGE, Buffer, DataType, TakesLong
 from naiad.errors import InvalidArgument
@@ -90,7 +88,7 @@ class RequestCheck:
             names = tuple([name for name in self._order if name in by_name])
             inputs = tuple([by_name[name] for name in names])
             specs = tuple([self._inputs[name] for name in names])
-            request = msgspec.structs.replace(request, inputs=inputs)
+            request = request.of(inputs)
         rows = 1
         batching = self._max_batch_size > 0
         if batching:

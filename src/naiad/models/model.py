@@ -10,15 +10,16 @@ from collections.abc import Awaitable, Callable, Sequence
 from naiad.config.model_config import ModelConfig
 from naiad.errors import Unavailable
 from naiad.instances.hosts import UNLOAD_S
-from naiad.messages import ModelMetadata, TensorMetadata
+from naiad.metadata import ModelMetadata, TensorMetadata
 from naiad.models.check import RequestCheck
 from naiad.models.instances import Held, VersionInstances
 from naiad.models.placement import Exchange
+from naiad.protocol.served import ServedModel
 from naiad.scheduling.scheduler import Scheduler
 from naiad.statistics import ModelStatistics
 
 
-class Model:
+class Model(ServedModel):
     """One version of a model, loaded. Everything about it that does not change is computed here, once; what does is
     its instances, and `config` with them."""
 
@@ -34,13 +35,10 @@ class Model:
         members: Sequence["Model"] = (),
         readiness: Callable[[], Awaitable[bool]] | None = None,
     ) -> None:
-        self.name = config.name
-        self.version = version
-        self.config = config
+        super().__init__(config, version, labels)
         self.scheduler = scheduler
         self.instances = instances
         self.statistics = statistics
-        self.labels = labels
         self.load_duration_s = load_duration_s
         #: Asks the model's own code whether it is ready; None for most, which have nothing to say.
         self.readiness = readiness

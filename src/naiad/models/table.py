@@ -10,7 +10,7 @@ from typing import Literal
 
 from naiad.config.read import Draft
 from naiad.errors import InvalidArgument, NaiadError, NotFound, Unavailable
-from naiad.messages import IndexEntry
+from naiad.metadata import IndexEntry
 from naiad.models.model import Model
 from naiad.models.plan import Actual, circle
 from naiad.repository.snapshot import ModelDirectory

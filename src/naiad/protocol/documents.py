@@ -5,7 +5,7 @@ from typing import Any
 
 import orjson
 
-from naiad.messages import IndexEntry, ModelMetadata, ServerMetadata, TensorMetadata
+from naiad.metadata import IndexEntry, ModelMetadata, ServerMetadata, TensorMetadata
 from naiad.protocol.json_text import dump
 from naiad.statistics import Duration, ModelStatistics
 

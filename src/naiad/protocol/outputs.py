@@ -4,9 +4,9 @@ A codec reads the plan from a request; the front end follows it when the respons
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -15,32 +15,62 @@ from naiad.errors import InvalidArgument
 from naiad.messages import Tensor
 
 
-class OutputSpec(msgspec.Struct, frozen=True):
+@dataclass(init=False)
+class OutputSpec:
     """The wishes for one output. `classification` 0 is none; without a `region` the offset and size mean nothing."""
 
     name: str
-    binary: bool = False
-    classification: int = 0
-    region: str | None = None
-    region_offset: int = 0
-    region_byte_size: int = 0
+    binary: bool
+    classification: int
+    region: str | None
+    region_offset: int
+    region_byte_size: int
+
+    def __init__(
+        self,
+        name: str,
+        binary: bool = False,
+        classification: int = 0,
+        region: str | None = None,
+        region_offset: int = 0,
+        region_byte_size: int = 0,
+    ) -> None:
+        self.name = name
+        self.binary = binary
+        self.classification = classification
+        self.region = region
+        self.region_offset = region_offset
+        self.region_byte_size = region_byte_size
 
 
-class OutputPlan(msgspec.Struct, frozen=True):
+@dataclass(init=False)
+class OutputPlan:
     """The wishes for all outputs of a request; no `outputs` are all of the model's, each as `binary_default` says.
 
     `is_binary`: all of them are binary, and no more than that. `has_regions`: some go to shared memory.
     """
 
-    outputs: dict[str, OutputSpec] = {}
-    binary_default: bool = False
-    is_binary: bool = False
-    has_regions: bool = False
+    outputs: dict[str, OutputSpec]
+    binary_default: bool
+    is_binary: bool
+    has_regions: bool
+
+    def __init__(
+        self,
+        outputs: dict[str, OutputSpec],
+        binary_default: bool = False,
+        is_binary: bool = False,
+        has_regions: bool = False,
+    ) -> None:
+        self.outputs = outputs
+        self.binary_default = binary_default
+        self.is_binary = is_binary
+        self.has_regions = has_regions
 
 
 #: Everything, as JSON: what a request that says nothing about outputs gets over HTTP.
-ALL_JSON = OutputPlan()
-ALL_BINARY = OutputPlan(binary_default=True, is_binary=True)
+ALL_JSON = OutputPlan({})
+ALL_BINARY = OutputPlan({}, binary_default=True, is_binary=True)
 
 
 def plan_of(specs: Iterable[OutputSpec], binary_default: bool) -> OutputPlan:

@@ -8,11 +8,11 @@ the regions that a request names; runs on the event loop.
 import re
 import struct
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from time import sleep
 from typing import Any
 
-import msgspec
 import numpy as np
 from tritonclient.grpc import service_pb2 as pb
 
@@ -28,7 +28,8 @@ from naiad.protocol.templates import LARGEST, MOST, RequestTemplate
 Message = Any
 
 
-class Reply(msgspec.Struct, frozen=True):
+@dataclass(init=False)
+class Reply:
     """How to answer a request: the wishes for its outputs, and where those go that are to go to regions.
 
     `empty_final` asks for a last response without outputs where a decoupled model ends without one. `use` holds the
@@ -37,8 +38,20 @@ class Reply(msgspec.Struct, frozen=True):
 
     plan: OutputPlan
     regions: dict[str, OutputRegion]
-    empty_final: bool = False
-    use: RegionUse | None = None
+    empty_final: bool
+    use: RegionUse | None
+
+    def __init__(
+        self,
+        plan: OutputPlan,
+        regions: dict[str, OutputRegion],
+        empty_final: bool = False,
+        use: RegionUse | None = None,
+    ) -> None:
+        self.plan = plan
+        self.regions = regions
+        self.empty_final = empty_final
+        self.use = use
 
 
 _PLAIN = Reply(ALL_BINARY, {})
@@ -237,7 +250,7 @@ def decode(
                 )
             if (use := reply.use) is None:
                 use = RegionUse(regions, is_local_peer(peer))
-                reply = msgspec.structs.replace(reply, use=use)
+                reply = Reply(reply.plan, reply.regions, reply.empty_final, use)
             data = use.input(*region)
         elif tensor.HasField("contents"):
             if raw:

@@ -2,8 +2,6 @@
 
 from collections.abc import Iterable
 
-import msgspec
-
 from naiad.datatypes import DataType
 from naiad.messages import InferRequest, Tensor
 
@@ -22,7 +20,7 @@ class RequestTemplate:
 
     def __init__(self, request: InferRequest, heads: Iterable[bytes]) -> None:
         #: Without the data, which would keep its message.
-        self._known = msgspec.structs.replace(request, inputs=())
+        self._known = request.of(())
         self._inputs: list[tuple[str, DataType, tuple[int, ...], bytes, int]] = [
             (tensor.name, tensor.datatype, tensor.shape, head, len(tensor.data))
             for tensor, head in zip(request.inputs, heads, strict=True)

@@ -257,7 +257,7 @@ class CachingScheduler:
         infer.queue.add(elapsed_ns)
         self.statistics.latencies.add_cached(elapsed_ns)
         infer.cache_hit.add(lookup_ns)
-        self.deliver(call, msgspec.structs.replace(response, id=call.request.id))
+        self.deliver(call, response.to(call.request.id))
 
     def deliver(self, call: Call, result: Result) -> None:
         try:
@@ -281,7 +281,7 @@ class CachingScheduler:
         """The execution of a flight has ended."""
         self.close_flight(flight)
         if isinstance(result, InferResponse):
-            result = msgspec.structs.replace(result.owned(), id="")
+            result = result.owned().to("")
             start = time.monotonic_ns()
             try:
                 self._store.insert(flight.key, result)
@@ -354,7 +354,7 @@ class _Flight:
         for call in self.let_go():
             if isinstance(result, InferResponse):
                 if call is self._first:
-                    scheduler.deliver(call, msgspec.structs.replace(result, id=call.request.id))
+                    scheduler.deliver(call, result.to(call.request.id))
                 else:
                     scheduler.hit(call, result, elapsed_ns)
             else:

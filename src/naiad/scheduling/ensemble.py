@@ -14,8 +14,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import msgspec
-
 from naiad.config.model_config import ModelConfig, TensorConfig
 from naiad.errors import Cancelled, InvalidArgument, NaiadError, Unavailable
 from naiad.instances.instance import ComputeTimes
@@ -35,7 +33,7 @@ Infer = Callable[[InferRequest, ResponseSink, bool], Call]
 class Member:
     """A step with what is known of its model: `inputs` and `outputs` map the model's names to the ensemble's tensors."""
 
-    __slots__ = ("config", "inputs", "model_name", "model_version", "outputs")
+    __slots__ = ("batching", "config", "decoupled", "inputs", "model_name", "model_version", "outputs")
 
     def __init__(
         self,
@@ -50,6 +48,8 @@ class Member:
         self.inputs = inputs
         self.outputs = outputs
         self.config = config
+        self.batching = config.batching
+        self.decoupled = config.decoupled
 
 
 def members_of(ensemble: ModelConfig, models: Mapping[str, ModelConfig]) -> tuple[Member, ...]:
@@ -312,7 +312,7 @@ class _Run:
         """A step has answered."""
         if final:
             self._running.pop(sink, None)
-            if not sink.member.config.decoupled:
+            if not sink.member.decoupled:
                 sink.scope.ordinary -= 1
         if not self._ended:
             self._go_on(sink, result, final)
@@ -328,7 +328,7 @@ class _Run:
         if result is not None:
             scope = sink.scope
             member = sink.member
-            if member.config.decoupled:
+            if member.decoupled:
                 scope = _Scope(sink.scope)
                 if sink.scope.may_grow():
                     sink.scope.children.append(scope)
@@ -344,7 +344,7 @@ class _Run:
         got = {tensor.name: tensor for tensor in response.outputs}
         for output, name in member.outputs.items():
             tensor = got.get(output)
-            scope.tensors[name] = None if tensor is None else msgspec.structs.replace(tensor, name=name)
+            scope.tensors[name] = None if tensor is None else Tensor(name, tensor.datatype, tensor.shape, tensor.data)
 
     def _advance(self, scope: _Scope) -> None:
         """Starts the steps that can start now that `scope` has new tensors, and answers what is complete."""
@@ -387,7 +387,7 @@ class _Run:
                 if not spec.optional:
                     return None
                 continue
-            shape = fitted(tensor.shape, spec, member.config.batching)
+            shape = fitted(tensor.shape, spec, member.batching)
             inputs.append(Tensor(name, tensor.datatype, shape, tensor.data))
         return tuple(inputs)
 
@@ -407,7 +407,7 @@ class _Run:
         )
         sink = _StepSink(self, member, place, step_request)
         self._running[sink] = None
-        if not member.config.decoupled:
+        if not member.decoupled:
             place.ordinary += 1
         gates = self._scheduler.gates
         if not gates or gates[member].enter(sink):

@@ -19,25 +19,30 @@ Every call put in comes out exactly once: in a batch, as rejected, or removed.
 import heapq
 from collections import deque
 from collections.abc import Iterator, Mapping, Set
-from typing import Protocol
-
-import msgspec
+from dataclasses import dataclass
 
 from naiad.config.model_config import QueuePolicy
 from naiad.errors import Unavailable
 from naiad.messages import InferRequest
 
 
-class Queued(Protocol):
-    """What the queue must know of a call; it writes `level` and `deadline_ns`."""
+class Queued:
+    """What the queue must know of a call; it writes `level` and `deadline_ns`.
 
-    request: InferRequest
-    rows: int
-    signature: object
-    queued_ns: int
-    level: int
-    deadline_ns: int
-    ended: bool
+    `rows` is its batch dimension (1 where the model does not batch). `signature` tells which calls may share a batch:
+    equal ones, None being equal to None. Times are `time.monotonic_ns`.
+    """
+
+    __slots__ = ("deadline_ns", "ended", "level", "queued_ns", "request", "rows", "signature")
+
+    def __init__(self, request: InferRequest, rows: int, signature: object, queued_ns: int) -> None:
+        self.request = request
+        self.rows = rows
+        self.signature = signature
+        self.queued_ns = queued_ns
+        self.level = 0
+        self.deadline_ns = 0
+        self.ended = False
 
 
 def timeout_of(policy: QueuePolicy, requested_us: int) -> int:
@@ -47,21 +52,29 @@ def timeout_of(policy: QueuePolicy, requested_us: int) -> int:
     return policy.default_timeout_us
 
 
-class Batch(msgspec.Struct, frozen=True):
+@dataclass(init=False)
+class Batch:
     """Take these calls now."""
 
-    calls: list["Queued"]
+    calls: list[Queued]
     rows: int
     reason: str
 
+    def __init__(self, calls: list[Queued], rows: int, reason: str) -> None:
+        self.calls = calls
+        self.rows = rows
+        self.reason = reason
 
-class WaitUntil(msgspec.Struct, frozen=True):
+
+@dataclass
+class WaitUntil:
     """Ask again at this time at the latest."""
 
     time_ns: int
 
 
-class Empty(msgspec.Struct, frozen=True):
+@dataclass
+class Empty:
     """Nothing waits."""
 
 

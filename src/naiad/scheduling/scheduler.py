@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol
 
 from naiad.errors import Cancelled, NaiadError
 from naiad.messages import InferRequest, ResponseSink, Result
+from naiad.scheduling.queue import Queued
 from naiad.statistics import ModelStatistics
 
 FailureReason = Literal["REJECTED", "CANCELED", "BACKEND", "OTHER"]
@@ -50,29 +51,10 @@ class Lease(Protocol):
     def release(self) -> None: ...
 
 
-class Call:
-    """One request on its way. Made by the engine; owned by the scheduler it was submitted to.
+class Call(Queued):
+    """One request on its way. Made by the engine; owned by the scheduler it was submitted to."""
 
-    `rows` is its batch dimension (1 where the model does not batch). `signature` tells which calls may share a
-    batch: equal ones, None being equal to None. Times are `time.monotonic_ns`.
-    """
-
-    __slots__ = (
-        "cancelled",
-        "deadline_ns",
-        "ended",
-        "execution",
-        "index",
-        "is_late",
-        "lease",
-        "level",
-        "queued_ns",
-        "request",
-        "rows",
-        "scheduler",
-        "signature",
-        "sink",
-    )
+    __slots__ = ("cancelled", "execution", "index", "is_late", "lease", "scheduler", "sink")
 
     def __init__(
         self,
@@ -83,17 +65,11 @@ class Call:
         lease: Lease,
         scheduler: Scheduler,
     ) -> None:
-        self.request = request
-        self.rows = rows
-        self.signature = signature
+        super().__init__(request, rows, signature, time.monotonic_ns())
         self.sink = sink
         self.lease = lease
         self.scheduler = scheduler
-        self.queued_ns = time.monotonic_ns()
-        self.level = 0
-        self.deadline_ns = 0
         self.cancelled = False
-        self.ended = False
         #: It came when the server was about to end: what it would begin is refused.
         self.is_late = False
         #: The batch that took the call and its place there, or what else `withdraw` needs to find it again.

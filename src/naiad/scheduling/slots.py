@@ -27,8 +27,7 @@ from typing import Any
 import msgspec
 
 from naiad.errors import InvalidArgument
-from naiad.messages import InferRequest
-from naiad.scheduling.queue import Batch, RequestQueue, WaitUntil
+from naiad.scheduling.queue import Batch, Queued, RequestQueue, WaitUntil
 
 Key = int | str
 _NEVER = 1 << 63
@@ -81,43 +80,21 @@ class Sequence:
         return f"<Sequence {self.key!r} in {place}, {len(self.waiting)} waiting>"
 
 
-class Step:
+class Step(Queued):
     """One request of a sequence. `signature` tells which steps may share a batch, as those of calls do."""
 
-    __slots__ = (
-        "call",
-        "deadline_ns",
-        "end",
-        "ended",
-        "execution",
-        "expires_ns",
-        "index",
-        "level",
-        "own",
-        "queued_ns",
-        "request",
-        "rows",
-        "sequence",
-        "signature",
-        "start",
-    )
+    __slots__ = ("call", "end", "execution", "expires_ns", "index", "own", "sequence", "start")
 
     sequence: Sequence
 
     def __init__(self, call: Any, signature: object, queued_ns: int, start: bool, end: bool) -> None:
+        super().__init__(call.request, 1, signature, queued_ns)
         self.call = call
-        self.request: InferRequest = call.request
         self.own = signature
-        self.signature = signature
-        self.queued_ns = queued_ns
         self.start = start
         self.end = end
-        self.rows = 1
-        self.level = 0
-        self.deadline_ns = 0
         #: When it is refused, with its sequence, if that is in the backlog; 0 for never.
         self.expires_ns = 0
-        self.ended = False
         self.execution: Any = None
         self.index = 0
 

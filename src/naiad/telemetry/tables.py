@@ -5,7 +5,7 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 
-from naiad.messages import IndexEntry
+from naiad.metadata import IndexEntry
 from naiad.telemetry.log import Log
 
 #: The most characters of a cell in a line, where nobody says how wide lines may be; a path may be longer.

@@ -450,7 +450,7 @@ class TraceSettings:
             (f"{protocol}_{name}_START", start_ns),
             (f"{protocol}_{name}_END", end_ns or time.monotonic_ns()),
         ]
-        return msgspec.structs.replace(request, trace=trace)
+        return request.followed(trace)
 
     def live(self, id: int) -> Trace | None:
         """The trace of a request that model code works on."""

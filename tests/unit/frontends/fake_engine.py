@@ -6,7 +6,8 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from naiad.config.model_config import ModelConfig
 from naiad.errors import NotFound, Unavailable
-from naiad.messages import InferRequest, ServerMetadata
+from naiad.messages import InferRequest
+from naiad.metadata import ServerMetadata
 
 
 class Model(Protocol):

@@ -9,7 +9,7 @@ import pytest
 
 from naiad.config.read import Draft, finish
 from naiad.errors import Internal, InvalidArgument, NaiadError, NotFound, Unavailable
-from naiad.messages import IndexEntry
+from naiad.metadata import IndexEntry
 from naiad.models.manager import ModelManager
 from naiad.models.model import Model
 from naiad.models.sources import RepositorySources

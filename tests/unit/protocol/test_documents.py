@@ -1,6 +1,6 @@
 import json
 
-from naiad.messages import IndexEntry, ModelMetadata, ServerMetadata, TensorMetadata
+from naiad.metadata import IndexEntry, ModelMetadata, ServerMetadata, TensorMetadata
 from naiad.protocol import documents
 from naiad.statistics import BatchStatistics, Duration, ModelStatistics, ResponseStatistics
 

@@ -7,7 +7,7 @@ from datetime import datetime, timedelta
 import pytest
 
 from naiad.errors import Internal, InvalidArgument, NaiadError, Unavailable, Unsupported
-from naiad.messages import IndexEntry
+from naiad.metadata import IndexEntry
 from naiad.telemetry.log import SETTINGS, Log, bridge, prefix, quoted
 from naiad.telemetry.tables import plain_table, row, show_models
 

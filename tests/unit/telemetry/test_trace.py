@@ -1,9 +1,9 @@
+import dataclasses
 import json
 import sys
 from typing import Any
 
 import ml_dtypes
-import msgspec
 import numpy as np
 import pytest
 
@@ -190,7 +190,7 @@ def test_nothing_is_active_unless_something_can_be_sampled(path):
     traces.update("m", {"trace_level": ["TIMESTAMPS"]})
     assert traces.active
     assert run(traces)
-    assert not run(traces, msgspec.structs.replace(REQUEST, model_name="other"))
+    assert not run(traces, dataclasses.replace(REQUEST, model_name="other"))
     traces.update("m", {"trace_level": None})
     assert not traces.active
     traces.close()
@@ -208,7 +208,7 @@ def test_every_nth_request_is_followed_until_there_are_enough(path):
 def test_a_model_with_settings_of_its_own_counts_for_itself(path):
     traces = settings(path, rate=2)
     traces.update("other", {"trace_rate": "3"})
-    other = msgspec.structs.replace(REQUEST, model_name="other")
+    other = dataclasses.replace(REQUEST, model_name="other")
     assert [(run(traces), run(traces, other)) for _ in range(3)] == [(False, False), (True, False), (False, True)]
     traces.close()
 
@@ -330,7 +330,7 @@ def test_requests_that_a_request_causes_are_written_with_it(path):
     assert root is not None
     outer = root.begin(request, 1, Sink())
     child = root.child()
-    inner = child.begin(msgspec.structs.replace(REQUEST, model_name="step"), 2, Sink())
+    inner = child.begin(dataclasses.replace(REQUEST, model_name="step"), 2, Sink())
     child.executing()
     inner.send(None, True)
     outer.send(None, True)

@@ -5,7 +5,7 @@ from typing import Any
 
 from tritonclient.grpc import service_pb2 as pb
 
-from naiad.messages import IndexEntry, ModelMetadata, ServerMetadata, TensorMetadata
+from naiad.metadata import IndexEntry, ModelMetadata, ServerMetadata, TensorMetadata
 from naiad.statistics import Duration, ModelStatistics
 
 Message = Any

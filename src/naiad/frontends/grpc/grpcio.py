@@ -14,10 +14,11 @@ from naiad.datatypes import TakesLong
 from naiad.errors import InvalidArgument, NaiadError
 from naiad.frontends.grpc.errors import status
 from naiad.frontends.grpc.options import GrpcOptions
-from naiad.frontends.grpc.servicer import HEALTH_SERVICE, SERVICE, Method, Model, Servicer
+from naiad.frontends.grpc.servicer import HEALTH_SERVICE, SERVICE, Method, Servicer
 from naiad.frontends.grpc.stream import Stream
 from naiad.messages import InferResponse, Result
 from naiad.protocol.proto_codec import Reply, encode
+from naiad.protocol.served import ServedModel
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -145,13 +146,13 @@ class _UnaryCall:
 
     __slots__ = ("_model", "_reply", "answer")
 
-    _model: Model
+    _model: ServedModel
     _reply: Reply
 
     def __init__(self, answer: asyncio.Future[bytes | InferResponse | NaiadError]) -> None:
         self.answer = answer
 
-    def expect(self, model: Model, reply: Reply) -> None:
+    def expect(self, model: ServedModel, reply: Reply) -> None:
         self._model = model
         self._reply = reply
 

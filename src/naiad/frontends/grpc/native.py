@@ -19,9 +19,10 @@ from naiad.errors import NaiadError, Unavailable
 from naiad.frontends.grpc.errors import SHUTTING_DOWN, status
 from naiad.frontends.grpc.grpcio import GrpcioServer
 from naiad.frontends.grpc.options import GrpcOptions
-from naiad.frontends.grpc.servicer import SERVICE, Call, Metadata, Method, Model, Servicer
+from naiad.frontends.grpc.servicer import SERVICE, Call, Metadata, Method, Servicer
 from naiad.messages import InferResponse, Result
 from naiad.protocol.proto_codec import Reply, encode
+from naiad.protocol.served import ServedModel
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -150,11 +151,11 @@ class NativeServer:
                 task = self._loop.create_task(self._serve(call_id, self._methods[method - 1], data, *details[:2]))
                 self._tasks[call_id] = task
 
-    def respond_slowly(self, call_id: int, response: InferResponse, reply: Reply, model: Model) -> None:
+    def respond_slowly(self, call_id: int, response: InferResponse, reply: Reply, model: ServedModel) -> None:
         """Has a thread write the response."""
         self._tasks[call_id] = self._loop.create_task(self._respond_slowly(call_id, response, reply, model))
 
-    async def _respond_slowly(self, call_id: int, response: InferResponse, reply: Reply, model: Model) -> None:
+    async def _respond_slowly(self, call_id: int, response: InferResponse, reply: Reply, model: ServedModel) -> None:
         try:
             self.respond(
                 call_id, await asyncio.to_thread(encode, response, reply, model.config, model.labels, b"", True)
@@ -222,7 +223,7 @@ class _UnaryCall:
 
     __slots__ = ("_id", "_is_answered", "_model", "_reply", "_server", "call")
 
-    _model: Model
+    _model: ServedModel
     _reply: Reply
 
     def __init__(self, server: NativeServer, id: int) -> None:
@@ -231,7 +232,7 @@ class _UnaryCall:
         self._is_answered = False
         self.call: Call | None = None
 
-    def expect(self, model: Model, reply: Reply) -> None:
+    def expect(self, model: ServedModel, reply: Reply) -> None:
         self._model = model
         self._reply = reply
 

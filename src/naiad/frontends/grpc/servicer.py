@@ -19,10 +19,12 @@ from naiad.config.model_config import ModelConfig
 from naiad.datatypes import TakesLong
 from naiad.errors import Cancelled, Internal, InvalidArgument, NaiadError, NotFound, Unavailable, Unsupported
 from naiad.frontends.grpc import documents
-from naiad.messages import IndexEntry, InferRequest, ModelMetadata, ParameterValue, ResponseSink, ServerMetadata
+from naiad.messages import InferRequest, ParameterValue, ResponseSink
+from naiad.metadata import IndexEntry, ModelMetadata, ServerMetadata
 from naiad.options import Restriction, forward_pattern
 from naiad.protocol.proto_codec import Reply, decode, parse_request, parse_version, recall, remember, unreadable
 from naiad.protocol.regions import CopyingCall, Regions, is_local_peer
+from naiad.protocol.served import ServedModel
 from naiad.statistics import ModelStatistics
 from naiad.telemetry.log import FORMATS
 from naiad.telemetry.trace import TraceSettings, off
@@ -43,21 +45,12 @@ class Call(Protocol):
     def cancel(self) -> None: ...
 
 
-class Model(Protocol):
-    """What the front end reads of a loaded model version."""
-
-    @property
-    def config(self) -> ModelConfig: ...
-    @property
-    def labels(self) -> Mapping[str, Sequence[str]]: ...
-
-
 class Engine(Protocol):
     """The part of the engine that the front end uses."""
 
     def is_live(self) -> bool: ...
     async def is_ready(self) -> bool: ...
-    def model(self, name: str, version: int = -1) -> Model: ...
+    def model(self, name: str, version: int = -1) -> ServedModel: ...
     async def model_ready(self, name: str, version: int = -1) -> bool: ...
     def infer(self, request: InferRequest, sink: ResponseSink, model: Any = None) -> Call: ...
     def metadata(self) -> ServerMetadata: ...
@@ -82,7 +75,7 @@ class Settings(Protocol):
 class InferenceSink(ResponseSink, Protocol):
     """A sink that is told how to answer before its first response comes."""
 
-    def expect(self, model: Model, reply: Reply) -> None: ...
+    def expect(self, model: ServedModel, reply: Reply) -> None: ...
 
 
 class Servicer:
@@ -152,12 +145,12 @@ class Servicer:
         infer = self._engine.infer
         return infer(request, sink, model) if reply.use is None else reply.use.during(infer, request, sink, model)
 
-    def model(self, message: Message) -> tuple[Model, int]:
+    def model(self, message: Message) -> tuple[ServedModel, int]:
         """The model that a ModelInferRequest is for, and the version it asks for."""
         version = parse_version(message.model_version)
         return self._engine.model(message.model_name, version), version
 
-    def _unary_model(self, message: Message) -> tuple[Model, int]:
+    def _unary_model(self, message: Message) -> tuple[ServedModel, int]:
         model, version = self.model(message)
         _check_unary(model)
         return model, version
@@ -166,7 +159,7 @@ class Servicer:
         self,
         message: Message,
         raw: Sequence[Any],
-        model: Model,
+        model: ServedModel,
         version: int,
         metadata: Metadata,
         peer: str,
@@ -202,7 +195,13 @@ class Servicer:
         return self._submit(request, reply, model, large.metadata, large.sink, start_ns)
 
     def _submit(
-        self, request: InferRequest, reply: Reply, model: Model, metadata: Metadata, sink: InferenceSink, start_ns: int
+        self,
+        request: InferRequest,
+        reply: Reply,
+        model: ServedModel,
+        metadata: Metadata,
+        sink: InferenceSink,
+        start_ns: int,
     ) -> Call:
         if self._forward is not None:
             request = self._forwarded(request, metadata, self._forward)
@@ -421,7 +420,7 @@ class Servicer:
         return documents.log_settings(settings)
 
 
-FindModel = Callable[[Message], tuple[Model, int]]
+FindModel = Callable[[Message], tuple[ServedModel, int]]
 
 
 class LargeCall:
@@ -517,8 +516,8 @@ _LOG_SETTINGS = {
 }
 
 
-def _check_unary(model: Model) -> None:
-    if model.config.decoupled:
+def _check_unary(model: ServedModel) -> None:
+    if model.decoupled:
         raise Unsupported("ModelInfer RPC doesn't support models with decoupled transaction policy")
 
 

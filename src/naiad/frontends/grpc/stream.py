@@ -15,10 +15,11 @@ from typing import Any
 from naiad.datatypes import TakesLong
 from naiad.errors import Cancelled, Internal, NaiadError, ResourceExhausted, Unavailable
 from naiad.frontends.grpc.errors import SHUTTING_DOWN, status
-from naiad.frontends.grpc.servicer import Call, LargeCall, Metadata, Model, Servicer
+from naiad.frontends.grpc.servicer import Call, LargeCall, Metadata, Servicer
 from naiad.messages import InferResponse, Result
 from naiad.protocol.proto_codec import Reply, encode_stream, encode_stream_end, encode_stream_error, parse_request
 from naiad.protocol.regions import CopyingCall
+from naiad.protocol.served import ServedModel
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -131,12 +132,12 @@ class Stream:
             call.refuse(Internal(f"unexpected error: {error}"))
         return None
 
-    def _find_model(self, call: "_StreamCall", message: Any) -> tuple[Model, int]:
+    def _find_model(self, call: "_StreamCall", message: Any) -> tuple[ServedModel, int]:
         """Before the next message is read."""
         call.id = message.id
         call.model_name = message.model_name
         model, version = self._servicer.model(message)
-        if model.config.decoupled:
+        if model.decoupled:
             self._ordered.pop()
             call.is_ordered = False
         return model, version
@@ -207,7 +208,7 @@ class _StreamCall:
         "model_name",
     )
 
-    model: Model
+    model: ServedModel
     _reply: Reply
 
     def __init__(self, stream: Stream) -> None:
@@ -221,7 +222,7 @@ class _StreamCall:
         #: The engine has taken the request; until then an error is the request's, not the model's.
         self.is_accepted = False
 
-    def expect(self, model: Model, reply: Reply) -> None:
+    def expect(self, model: ServedModel, reply: Reply) -> None:
         self.model = model
         self._reply = reply
 

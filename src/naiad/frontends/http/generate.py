@@ -5,13 +5,14 @@ import time
 
 from naiad.errors import InvalidArgument, NaiadError
 from naiad.frontends.http.connection import Exchange
-from naiad.frontends.http.inference import LARGE, HeaderForwarding, InferenceEngine, ServedModel
+from naiad.frontends.http.inference import LARGE, HeaderForwarding, InferenceEngine
 from naiad.frontends.http.replies import EVENTS, JSON
 from naiad.frontends.http.streaming import Message, Messages, send_all
 from naiad.messages import InferResponse, Result
 from naiad.protocol.generate_codec import decode_generate, generate_document
 from naiad.protocol.json_codec import DEFAULT_MAX_INPUT_SIZE
 from naiad.protocol.json_text import dump, error_document
+from naiad.protocol.served import ServedModel
 from naiad.telemetry.trace import TraceSettings, off
 
 _TOO_SLOW = error_document("the client reads the stream too slowly; it is ended")

@@ -10,7 +10,6 @@ import time
 from collections.abc import Coroutine, Mapping
 from typing import Any, Never, Protocol
 
-from naiad.config.model_config import ModelConfig
 from naiad.errors import InvalidArgument, NaiadError, NotFound, Unsupported
 from naiad.frontends.http.compression import ENCODINGS, choose, compress, decompress
 from naiad.frontends.http.connection import Exchange, Headers
@@ -29,6 +28,7 @@ from naiad.protocol.json_codec import (
 )
 from naiad.protocol.outputs import OutputPlan
 from naiad.protocol.regions import Regions, RegionUse, is_local_peer
+from naiad.protocol.served import ServedModel
 from naiad.telemetry.trace import TraceSettings, off
 
 #: A request, how to answer it, and its way to the regions where there are any.
@@ -42,15 +42,6 @@ UNKNOWN_ENCODING: Headers = [*PLAIN, ("accept-encoding", "gzip, deflate")]
 
 class Cancellable(Protocol):
     def cancel(self) -> None: ...
-
-
-class ServedModel(Protocol):
-    """What front ends ask of a model version."""
-
-    name: str
-    version: int
-    config: ModelConfig
-    labels: dict[str, list[str]]
 
 
 class InferenceEngine(Protocol):
@@ -116,7 +107,7 @@ class _Reply:
         self._exchange = exchange
         self._plan = plan
         self._labels = model.labels
-        self._batched = model.config.batching
+        self._batched = model.batching
         self._regions = regions
         self._encoding = encoding
         self._tasks = tasks
@@ -187,7 +178,7 @@ class Inference:
         """Submits the request; the reply is sent when the model has answered. What takes long to read is read in a
         thread, by the coroutine that is returned then."""
         model: ServedModel = self.engine.model(name, version)
-        if model.config.decoupled:
+        if model.decoupled:
             raise Unsupported("HTTP end point doesn't support models with decoupled transaction policy")
         facts = self._facts(exchange)
         body = exchange.body

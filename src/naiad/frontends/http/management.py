@@ -15,7 +15,7 @@ from naiad.errors import Internal, InvalidArgument, NaiadError, NotFound, Unsupp
 from naiad.frontends.http.connection import Exchange
 from naiad.frontends.http.inference import LARGE
 from naiad.frontends.http.replies import JSON, PLAIN, reply_json
-from naiad.messages import IndexEntry, ModelMetadata, ServerMetadata
+from naiad.metadata import IndexEntry, ModelMetadata, ServerMetadata
 from naiad.protocol import documents
 from naiad.protocol.cuda_memory import IPC_HANDLE_BYTE_SIZE
 from naiad.protocol.json_text import (

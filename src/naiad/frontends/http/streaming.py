@@ -9,17 +9,16 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-import msgspec
-
 from naiad.errors import InvalidArgument, NaiadError, Unsupported
 from naiad.frontends.http.compression import ENCODINGS
 from naiad.frontends.http.connection import Exchange, Headers
-from naiad.frontends.http.inference import LARGE, UNKNOWN_ENCODING, Inference, ServedModel, output_regions
+from naiad.frontends.http.inference import LARGE, UNKNOWN_ENCODING, Inference, output_regions
 from naiad.frontends.http.replies import EVENTS, JSON, LINES, reply_error
 from naiad.messages import InferResponse, Result
 from naiad.protocol.json_codec import encode_response
 from naiad.protocol.json_text import dump, error_document
 from naiad.protocol.outputs import ALL_JSON
+from naiad.protocol.served import ServedModel
 
 #: A stream whose client reads so slowly that this much has gathered is ended.
 MAX_BACKLOG = 64 << 20
@@ -140,7 +139,10 @@ class _Reply:
         if response is None:
             response = InferResponse(self._model.name, self._model.version, self._request_id, ())
         if final:
-            response = msgspec.structs.replace(response, parameters={**response.parameters, **_FINAL})
+            parameters = {**response.parameters, **_FINAL}
+            response = InferResponse(
+                response.model_name, response.model_version, response.id, response.outputs, parameters
+            )
         size = sum([len(tensor.data) for tensor in response.outputs])
         if size < LARGE:
             self.messages.add(Message(self._text(response, final)))
@@ -182,7 +184,7 @@ class Streaming:
         elif plan.binary_default or any(spec.binary for spec in plan.outputs.values()):
             raise InvalidArgument(_NO_BYTES)
         regions = output_regions(plan, use)
-        batched = model.config.batching
+        batched = model.batching
         reply = _Reply(
             model, request.id, lambda response: encode_response(response, plan, model.labels, batched, regions)[1]
         )

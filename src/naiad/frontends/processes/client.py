@@ -44,8 +44,9 @@ from naiad.frontends.processes.frames import (
 from naiad.frontends.processes.regions import CopiedRegions
 from naiad.frontends.processes.tensors import Receiver, Sender
 from naiad.instances.channel import LoopChannel
-from naiad.messages import InferRequest, InferResponse, ResponseSink, Result
+from naiad.messages import InferRequest, InferResponse, RequestTrace, ResponseSink, Result
 from naiad.models.table import missing
+from naiad.protocol.served import ServedModel
 from naiad.telemetry.log import Level, Log
 from naiad.telemetry.trace import Header, TraceSettings, Values
 
@@ -58,18 +59,6 @@ _TRACE_HEADERS = ("traceparent", "tracestate")
 _LOST = "the server has ended"
 
 
-class KnownModel:
-    """A version that serves, as codecs need it."""
-
-    __slots__ = ("config", "labels", "name", "version")
-
-    def __init__(self, config: ModelConfig, version: int, labels: dict[str, list[str]]) -> None:
-        self.name = config.name
-        self.version = version
-        self.config = config
-        self.labels = labels
-
-
 class _KnownVersions:
     """What is known of a model."""
 
@@ -77,7 +66,7 @@ class _KnownVersions:
         self.known = change.known
         self.stated = frozenset(change.stated)
         self.models = {
-            version.version: KnownModel(ModelConfig(Proto.FromString(version.config)), version.version, version.labels)
+            version.version: ServedModel(ModelConfig(Proto.FromString(version.config)), version.version, version.labels)
             for version in change.versions
         }
         self.latest = self.models[max(self.models)] if self.models else None
@@ -112,7 +101,7 @@ class EngineConnection:
 
     # ---------------------------------------------------------------- what there is
 
-    def model(self, name: str, version: int) -> KnownModel:
+    def model(self, name: str, version: int) -> ServedModel:
         """As `ModelTable.lookup`."""
         versions = self._models.get(name)
         if versions is None:
@@ -204,7 +193,7 @@ class EngineConnection:
 
     # ---------------------------------------------------------------- inference
 
-    def infer(self, request: InferRequest, sink: ResponseSink, model: KnownModel, over_http: bool) -> "_Call":
+    def infer(self, request: InferRequest, sink: ResponseSink, model: ServedModel, over_http: bool) -> "_Call":
         if self.is_lost:
             raise Unavailable(_LOST)
         sequence = request.sequence
@@ -213,7 +202,7 @@ class EngineConnection:
         ask = Ask(
             number,
             over_http,
-            model.config.decoupled,
+            model.decoupled,
             request.model_name,
             request.model_version,
             self._sender.put_all(request.inputs, keep=False),
@@ -345,10 +334,10 @@ class EngineClient:
         self._connection = connection
         self._over_http = over_http
 
-    def model(self, name: str, version: int = -1) -> KnownModel:
+    def model(self, name: str, version: int = -1) -> ServedModel:
         return self._connection.model(name, version)
 
-    def infer(self, request: InferRequest, sink: ResponseSink, model: KnownModel | None = None) -> _Call:
+    def infer(self, request: InferRequest, sink: ResponseSink, model: ServedModel | None = None) -> _Call:
         if model is None:
             model = self.model(request.model_name, request.model_version)
         return self._connection.infer(request, sink, model, self._over_http)
@@ -372,7 +361,7 @@ class _FollowingTraces(TraceSettings):
     ) -> InferRequest:
         headers = {name: value for name in _TRACE_HEADERS if (value := header(name)) is not None}
         times = _Times(Followed(start_ns, time.monotonic_ns(), headers))
-        return msgspec.structs.replace(request, trace=times)
+        return request.followed(cast(RequestTrace, times))
 
 
 class ReportingLog(Log):

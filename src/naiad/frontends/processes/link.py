@@ -217,7 +217,7 @@ class Link:
             )
             engine = behind.http_engine if ask.over_http else behind.grpc_engine
             model = engine.model(ask.model_name, ask.model_version)
-            if model.config.decoupled != ask.decoupled:
+            if model.decoupled != ask.decoupled:
                 # The kind of answer that its client expects was decided by the model that was there a moment ago.
                 raise Unavailable(f"model '{ask.model_name}' has just been replaced; send the request again")
             followed = ask.followed

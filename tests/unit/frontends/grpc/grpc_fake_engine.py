@@ -10,7 +10,9 @@ from tritonclient.grpc import model_config_pb2
 from naiad.config.model_config import ModelConfig
 from naiad.datatypes import DataType
 from naiad.errors import InvalidArgument, NaiadError, NotFound
-from naiad.messages import IndexEntry, InferRequest, InferResponse, ModelMetadata, ResponseSink, Tensor, TensorMetadata
+from naiad.messages import InferRequest, InferResponse, ResponseSink, Tensor
+from naiad.metadata import IndexEntry, ModelMetadata, TensorMetadata
+from naiad.protocol.served import ServedModel
 from naiad.statistics import BatchStatistics, Duration, ModelStatistics, ResponseStatistics
 from tests.unit.frontends.fake_engine import ModelsInMemory
 
@@ -24,12 +26,9 @@ def config(name: str, datatype: str = "TYPE_FP32", decoupled: bool = False, max_
     return ModelConfig(proto)
 
 
-class FakeModel:
+class FakeModel(ServedModel):
     def __init__(self, config: ModelConfig, run: Callable[["FakeCall"], None]) -> None:
-        self.name = config.name
-        self.version = 1
-        self.config = config
-        self.labels = {"OUTPUT0": ["cat", "dog"]}
+        super().__init__(config, 1, {"OUTPUT0": ["cat", "dog"]})
         self.run = run
 
 

@@ -10,17 +10,10 @@ from naiad.config.model_config import ModelConfig
 from naiad.config.parse import parse_text
 from naiad.datatypes import DataType, from_numpy, pack_bytes, unpack_bytes
 from naiad.errors import Internal, InvalidArgument, NaiadError
-from naiad.messages import (
-    IndexEntry,
-    InferRequest,
-    InferResponse,
-    ModelMetadata,
-    ResponseSink,
-    Result,
-    Tensor,
-    TensorMetadata,
-)
+from naiad.messages import InferRequest, InferResponse, ResponseSink, Result, Tensor
+from naiad.metadata import IndexEntry, ModelMetadata, TensorMetadata
 from naiad.models.check import RequestCheck
+from naiad.protocol.served import ServedModel
 from naiad.statistics import ModelStatistics
 from tests.unit.frontends.fake_engine import ModelsInMemory
 
@@ -49,13 +42,10 @@ def to_tensor(name: str, array: Any) -> Tensor:
     return Tensor(name, datatype, array.shape, memoryview(bytearray(array.tobytes())))
 
 
-class FakeModel:
+class FakeModel(ServedModel):
     def __init__(self, config: ModelConfig, run: Run, labels: dict[str, list[str]] | None = None) -> None:
-        self.name = config.name
-        self.version = 1
-        self.config = config
+        super().__init__(config, 1, labels or {})
         self.run = run
-        self.labels = labels or {}
         self.check = RequestCheck(config)
 
 

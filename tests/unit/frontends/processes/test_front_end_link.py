@@ -23,6 +23,7 @@ from naiad.frontends.processes.link import Behind, Link
 from naiad.frontends.processes.regions import SharedRegions
 from naiad.messages import InferRequest, InferResponse, Result, SequenceControl, Tensor
 from naiad.protocol.regions import RegionUse
+from naiad.protocol.served import ServedModel
 from naiad.telemetry.log import Log
 from naiad.telemetry.trace import TraceSettings, Values
 from tests.unit.fake_cuda import HANDLE, FakeCuda
@@ -66,7 +67,7 @@ class Engine:
         self.act: Callable[[InferRequest, Any], None] = lambda request, sink: None
 
     def model(self, name: str, version: int = -1) -> Any:
-        return SimpleNamespace(config=self.config)
+        return ServedModel(self.config, version, {})
 
     def infer(self, request: InferRequest, sink: Any, model: Any) -> Call:
         self.requests.append(request)
