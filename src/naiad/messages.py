@@ -19,24 +19,81 @@ ParameterValue = bool | int | float | str
 _NO_PARAMETERS: dict[str, ParameterValue] = {}
 
 
+class Source(Protocol):
+    """Memory of somebody else."""
+
+    def read(self, offset: int, byte_size: int) -> Buffer:
+        """A copy of a part of it. Raises NaiadError."""
+
+    def read_into(self, offset: int, target: memoryview) -> None:
+        """Fills `target` with what lies at `offset`. Raises NaiadError."""
+
+
+#: Less is copied when a request is read.
+UNREAD_FROM = 64 * 1024
+
+
+class Unread:
+    """The elements of a tensor, UNREAD_FROM bytes at least, that still lie in memory of the client's, to be copied once: to
+    where the batch lies. Until then the client may change them."""
+
+    def __init__(self, source: Source, offset: int, byte_size: int) -> None:
+        self._source = source
+        self._offset = offset
+        self._byte_size = byte_size
+        #: Why they could not be put into a batch, which goes on without them; whoever answers the request says so.
+        self.failure: NaiadError | None = None
+
+    def __len__(self) -> int:
+        return self._byte_size
+
+    def read(self) -> Buffer:
+        """A copy. Raises NaiadError."""
+        return self._source.read(self._offset, self._byte_size)
+
+    def for_batch(self) -> Buffer:
+        """A copy, of zeros after a failure."""
+        try:
+            return self.read()
+        except NaiadError as error:
+            self.failure = error
+            return bytes(self._byte_size)
+
+    def read_into_batch(self, target: memoryview) -> None:
+        """Fills `target` with them, with zeros after a failure."""
+        try:
+            self._source.read_into(self._offset, target)
+        except NaiadError as error:
+            self.failure = error
+            target[:] = bytes(self._byte_size)
+
+
 @dataclass(init=False)
 class Tensor:
     """A named tensor.
 
-    `shape` is the full shape, batch dimension included. `data` holds the elements row-major and
+    `shape` is the full shape, batch dimension included. `contents` holds the elements row-major and
     little-endian; BYTES elements each behind a uint32 length. It is read-only for everybody but its maker.
     """
 
     name: str
     datatype: DataType
     shape: tuple[int, ...]
-    data: Buffer
+    contents: Buffer | Unread
 
-    def __init__(self, name: str, datatype: DataType, shape: tuple[int, ...], data: Buffer) -> None:
+    def __init__(self, name: str, datatype: DataType, shape: tuple[int, ...], contents: Buffer | Unread) -> None:
         self.name = name
         self.datatype = datatype
         self.shape = shape
-        self.data = data
+        self.contents = contents
+
+    @property
+    def data(self) -> Buffer:
+        """The elements, in memory from now on. Raises NaiadError where they cannot be read."""
+        contents = self.contents
+        if isinstance(contents, Unread):
+            self.contents = contents = contents.read()
+        return contents
 
 
 @dataclass(init=False)

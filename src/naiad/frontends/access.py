@@ -12,7 +12,7 @@ from typing import Any
 from naiad.datatypes import Buffer
 from naiad.engine import Engine
 from naiad.errors import NaiadError
-from naiad.messages import InferRequest, InferResponse, RequestTrace, ResponseSink, Result
+from naiad.messages import InferRequest, InferResponse, RequestTrace, ResponseSink, Result, Unread
 from naiad.models.model import Model
 from naiad.scheduling.scheduler import Call
 from naiad.telemetry.log import AccessFields, Log, quoted
@@ -126,7 +126,7 @@ class _Access:
         if isinstance(result, InferResponse):
             self._responses += 1
             for tensor in result.outputs:
-                self._bytes_out += _size(tensor.data)
+                self._bytes_out += _size(tensor.contents)
         elif result is not None:
             self._status = result.triton_code
         try:
@@ -146,7 +146,7 @@ class _Access:
         start_ns = self._start_ns or self._executing_ns
         bytes_in = 0
         for tensor in request.inputs:
-            bytes_in += _size(tensor.data)
+            bytes_in += _size(tensor.contents)
         return (
             self._engine.protocol,
             quoted(request.model_name),
@@ -162,5 +162,5 @@ class _Access:
         )
 
 
-def _size(data: Buffer) -> int:
+def _size(data: Buffer | Unread) -> int:
     return data.nbytes if isinstance(data, memoryview) else len(data)

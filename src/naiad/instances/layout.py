@@ -1,18 +1,15 @@
 """How a batch lies in an arena, and how batched outputs become those of single requests. Pure; in the server."""
 
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from naiad.datatypes import BY_NUMBER, Buffer
 from naiad.errors import Internal, ResourceExhausted
 from naiad.instances import arena
 from naiad.instances.frames import Details, Input, Output
-from naiad.messages import InferRequest, ParameterValue, Tensor
+from naiad.messages import UNREAD_FROM, InferRequest, ParameterValue, Tensor, Unread
 
 _Value = TypeVar("_Value", bound=ParameterValue)
-
-#: Columns up to this size are joined before they are written: one copy of all is faster than many small ones.
-_JOIN_LIMIT = 64 * 1024
 
 
 class Layout:
@@ -20,7 +17,7 @@ class Layout:
 
     __slots__ = ("byte_size", "columns", "inputs")
 
-    def __init__(self, inputs: list[Input], columns: list[list[Buffer]], byte_size: int) -> None:
+    def __init__(self, inputs: list[Input], columns: list[list[Buffer | Unread]], byte_size: int) -> None:
         self.inputs = inputs
         self.columns = columns
         self.byte_size = byte_size
@@ -36,37 +33,41 @@ class Layout:
     def write(self, view: memoryview) -> None:
         for tensor, parts in zip(self.inputs, self.columns, strict=True):
             at = tensor.offset
-            if len(parts) > 1 and tensor.byte_size <= _JOIN_LIMIT:
-                view[at : at + tensor.byte_size] = b"".join(parts)
+            if len(parts) > 1 and tensor.byte_size < UNREAD_FROM:
+                # One copy of all is faster than many small ones.
+                view[at : at + tensor.byte_size] = b"".join(cast(list[Buffer], parts))
                 continue
             for part in parts:
                 end = at + len(part)
-                view[at:end] = part
+                if isinstance(part, Unread):
+                    part.read_into_batch(view[at:end])
+                else:
+                    view[at:end] = part
                 at = end
 
     def write_file(self, fd: int) -> None:
         """Blocks as long as copying takes; for a thread where that is long."""
         for tensor, parts in zip(self.inputs, self.columns, strict=True):
-            arena.write(fd, tensor.offset, parts)
+            arena.write(fd, tensor.offset, [part.for_batch() if isinstance(part, Unread) else part for part in parts])
 
 
 def lay_out(requests: Sequence[InferRequest]) -> Layout:
     """Rows behind rows, input by input, each input aligned. Requests may name their inputs in any order."""
     inputs: list[Input] = []
-    columns: list[list[Buffer]] = []
+    columns: list[list[Buffer | Unread]] = []
     first = requests[0].inputs
     at = 0
     if len(requests) == 1:
         for tensor in first:
-            size = len(tensor.data)
+            size = len(tensor.contents)
             inputs.append(Input(tensor.name, tensor.datatype.number, tensor.shape, at, size, None, None))
-            columns.append([tensor.data])
+            columns.append([tensor.contents])
             at = (at + size + 63) & -64
         return Layout(inputs, columns, at)
     for tensors in _columns(requests):
         tensor = next(t for t in tensors if t is not None)
         shape, rest = tensor.shape, tensor.shape[1:]
-        parts: list[Buffer] = []
+        parts: list[Buffer | Unread] = []
         rows = 0
         for t in tensors:
             # Most shapes of a batch are equal: that is the cheaper question.
@@ -74,13 +75,13 @@ def lay_out(requests: Sequence[InferRequest]) -> Layout:
                 rows = -1
                 break
             rows += t.shape[0]
-            parts.append(t.data)
+            parts.append(t.contents)
         sizes: list[int] | None = None
         shapes: list[tuple[int, ...] | None] | None = None
         if rows < 0:
-            parts = [t.data for t in tensors if t is not None]
+            parts = [t.contents for t in tensors if t is not None]
             shapes = [None if t is None else t.shape for t in tensors]
-            sizes = [0 if t is None else len(t.data) for t in tensors]
+            sizes = [0 if t is None else len(t.contents) for t in tensors]
         else:
             shape = (rows, *rest)
         size = sum(map(len, parts))

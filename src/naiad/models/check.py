@@ -188,7 +188,7 @@ class RequestCheck:
             _check_bytes(request, tensor, count, self._model)
             return
         expected = count * tensor.datatype.byte_size
-        size = len(tensor.data)
+        size = len(tensor.contents)
         if size != expected or (self._max_batch_size and not tensor.shape[0]):
             raise InvalidArgument(
                 f"{request.label}input byte size mismatch for input '{tensor.name}' for model '{self._model}'. Expected "
@@ -202,14 +202,14 @@ def _fits(spec: _Input, tensor: Tensor, rows: int, batching: bool) -> bool:
     if tensor.datatype is not spec.datatype or len(shape) != spec.rank or (batching and shape[0] != rows):
         return False
     if spec.row_size:
-        return len(tensor.data) == rows * spec.row_size and (shape[1:] if batching else shape) == spec.dims
+        return len(tensor.contents) == rows * spec.row_size and (shape[1:] if batching else shape) == spec.dims
     size = spec.element_size
     for extent in shape:
         if extent < 0:
             return False
         size *= extent
     # BYTES elements have no size; their prefixes have to be walked.
-    if size != len(tensor.data) or not spec.element_size:
+    if size != len(tensor.contents) or not spec.element_size:
         return False
     return spec.is_any or _matches(shape[1:] if batching else shape, spec.dims)
 

@@ -17,7 +17,7 @@ import numpy as np
 from naiad.config.model_config import ModelConfig
 from naiad.datatypes import BY_NAME, BY_NUMBER, Buffer, DataType
 from naiad.errors import Internal, InvalidArgument
-from naiad.messages import InferRequest, InferResponse, ParameterValue, SequenceControl, Tensor
+from naiad.messages import InferRequest, InferResponse, ParameterValue, SequenceControl, Tensor, Unread
 from naiad.protocol.json_numbers import parse_request
 from naiad.protocol.json_text import (
     IS_BOOLEAN,
@@ -38,7 +38,7 @@ from naiad.protocol.templates import LARGEST, MOST, RequestTemplate
 
 DEFAULT_MAX_INPUT_SIZE = 67108864
 
-RegionInput = Callable[[str, int, int], Buffer]
+RegionInput = Callable[[str, int, int], Buffer | Unread]
 RegionOutput = Callable[[str, Buffer], None]
 Headers = list[tuple[str, str]]
 
@@ -166,7 +166,7 @@ def decode_request(
         datatype = BY_NAME.get(datatype_name)
         if datatype is None:
             raise InvalidArgument(f"invalid datatype for input {name}")
-        data: Buffer
+        data: Buffer | Unread
         if given and "binary_data_size" in given:
             size = given["binary_data_size"]
             if type(size) is not int or size < 0:
@@ -195,7 +195,7 @@ def decode_request(
     request = InferRequest(
         model_name, tuple(inputs), model_version, request_id, outputs, parameters, sequence, priority, timeout_us
     )
-    if key is not None and sum([len(tensor.data) for tensor in inputs]) == len(tail) - json_size:
+    if key is not None and sum([len(tensor.contents) for tensor in inputs]) == len(tail) - json_size:
         if len(_templates) >= MOST:
             _templates.clear()
         _templates[key] = (RequestTemplate(request, [b""] * len(inputs)), plan, len(tail) - json_size)
@@ -337,7 +337,7 @@ def _read_shape(name: str, extents: list[Any]) -> tuple[tuple[int, ...], int]:
     return tuple(extents), count
 
 
-def _read_region(given: Mapping[str, Any], region: RegionInput | None) -> Buffer:
+def _read_region(given: Mapping[str, Any], region: RegionInput | None) -> Buffer | Unread:
     name = string_member(given, "shared_memory_region", "Unable to parse 'shared_memory_region': ")
     offset, byte_size = _read_region_part(given)
     if region is None:

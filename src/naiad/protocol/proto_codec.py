@@ -19,7 +19,7 @@ from tritonclient.grpc import service_pb2 as pb
 from naiad.config.model_config import ModelConfig
 from naiad.datatypes import BY_NAME, LARGE, Buffer, DataType, TakesLong
 from naiad.errors import Internal, InvalidArgument, NaiadError
-from naiad.messages import InferRequest, InferResponse, ParameterValue, SequenceControl, Tensor
+from naiad.messages import InferRequest, InferResponse, ParameterValue, SequenceControl, Tensor, Unread
 from naiad.protocol.outputs import ALL_BINARY, OutputPlan, OutputSpec, classify, plan_of
 from naiad.protocol.regions import OutputRegion, Regions, RegionUse, is_local_peer
 from naiad.protocol.templates import LARGEST, MOST, RequestTemplate
@@ -197,9 +197,9 @@ def remember(data: bytes, request: InferRequest, reply: Reply) -> None:
     for tensor in request.inputs:
         if tensor.datatype is DataType.BYTES:
             return
-        head = _raw_input_head(len(tensor.data))
+        head = _raw_input_head(len(tensor.contents))
         heads.append(head)
-        size -= len(head) + len(tensor.data)
+        size -= len(head) + len(tensor.contents)
     if not 0 < size <= LARGEST:
         return
     template = RequestTemplate(request, heads)
@@ -241,7 +241,7 @@ def decode(
     used = 0
     for tensor in message.inputs[:]:
         name = tensor.name
-        data: Buffer
+        data: Buffer | Unread
         if tensor.parameters and (region := _region(name, tensor.parameters)) is not None:
             if tensor.HasField("contents"):
                 raise InvalidArgument(

@@ -6,7 +6,8 @@ its outputs have been, both by the thread of `cuda_memory`.
 
 A system region is read and written through its file descriptor, not through a mapping: a client that shrinks or
 recreates the object while it is registered would end the whole server with SIGBUS at the next touch of a mapped page.
-It also means that the bytes a request was checked with are the bytes that are computed with.
+It also means that the bytes a request was checked with are the bytes that are computed with. Large parts, but those of BYTES, are checked by
+their size alone, which does not change, and are read when the batch is made, straight to where it lies.
 """
 
 import asyncio
@@ -33,7 +34,7 @@ from naiad.errors import (
     ResourceExhausted,
     Unsupported,
 )
-from naiad.messages import InferRequest, InferResponse, ResponseSink, Result
+from naiad.messages import UNREAD_FROM, InferRequest, InferResponse, ResponseSink, Result, Unread
 from naiad.protocol.cuda_memory import CudaMemory, cuda_thread
 
 _LOGGER = logging.getLogger(__name__)
@@ -102,6 +103,21 @@ class _SystemMemory:
                 size += len(part)
             data = b"".join(parts)
         return data
+
+    def read_into(self, offset: int, target: memoryview) -> None:
+        at = self._start + offset
+        while target:
+            size = os.preadv(self.fd, (target,), at)
+            if not size:
+                raise self._shrunk()
+            at += size
+            target = target[size:]
+
+    def unread(self, offset: int, byte_size: int) -> Unread:
+        """A part, to be read when a batch is made. Raises InvalidArgument where it is not there any more."""
+        if os.fstat(self.fd).st_size < self._start + offset + byte_size:
+            raise self._shrunk()
+        return Unread(self, offset, byte_size)
 
     def write(self, offset: int, data: Buffer) -> None:
         view = memoryview(data).cast("B")
@@ -355,24 +371,29 @@ class Regions:
 class RegionUse:
     """The way of one request to the regions, which remembers those that it uses."""
 
-    __slots__ = ("_copies", "_local", "_regions", "_used")
+    __slots__ = ("_copies", "_local", "_regions", "_unread", "_used")
 
     def __init__(self, regions: Regions, local: bool) -> None:
         self._regions = regions
         self._local = local
         self._used: list[_Region] = []
+        self._unread: list[Unread] = []
         #: None without regions on GPUs.
         self._copies: _Copies | None = None
 
-    def input(self, name: str, offset: int, byte_size: int) -> Buffer:
-        """A copy of part of a region; of one on a GPU its place, which is filled when the inference begins. Raises what
-        `Regions.part` does."""
+    def input(self, name: str, offset: int, byte_size: int) -> Buffer | Unread:
+        """A copy of part of a region, or the part itself where that is large; of one on a GPU its place, which is filled
+        when the inference begins. Raises what `Regions.part` does, and InvalidArgument where a region has shrunk."""
         region = self._regions.part(name, offset, byte_size, self._local)
         self._used.append(region)
         memory = region.memory
         if isinstance(memory, CudaMemory):
             return self._cuda_copies().input(memory, offset, byte_size)
-        return memory.read(offset, byte_size)
+        if byte_size < UNREAD_FROM:
+            return memory.read(offset, byte_size)
+        part = memory.unread(offset, byte_size)
+        self._unread.append(part)
+        return part
 
     def output(self, tensor: str, name: str, offset: int, byte_size: int) -> OutputRegion:
         """Part of a region for the output `tensor` to be written to. Raises what `Regions.part` does."""
@@ -389,7 +410,7 @@ class RegionUse:
         """Begins an inference; the regions cannot be unregistered until its last result has been sent."""
         if not self._used:
             return infer(request, sink, model)
-        holding = _HoldingSink(sink, self._used)
+        holding = _HoldingSink(sink, self._used, self._unread)
         if self._copies is not None:
             return CopyingCall(infer, request, holding, self._copies)
         try:
@@ -535,17 +556,22 @@ def _owned(result: Result | None) -> Result | None:
 
 
 class _HoldingSink:
-    """Passes results on, and counts as a use of regions until the last one."""
+    """Passes results on, and counts as a use of regions until the last one. What was made without an input that could
+    not be read is no result."""
 
-    __slots__ = ("_sink", "_used")
+    __slots__ = ("_sink", "_unread", "_used")
 
-    def __init__(self, sink: ResponseSink, used: list[_Region]) -> None:
+    def __init__(self, sink: ResponseSink, used: list[_Region], unread: list[Unread]) -> None:
         self._sink = sink
         self._used = used
+        self._unread = unread
         for region in used:
             region.uses += 1
 
     def send(self, result: Result | None, final: bool) -> None:
+        for part in self._unread:
+            if part.failure is not None and isinstance(result, InferResponse):
+                result = part.failure
         try:
             self._sink.send(result, final)
         finally:
@@ -555,8 +581,9 @@ class _HoldingSink:
     def release(self) -> None:
         for region in self._used:
             region.uses -= 1
-        # The request's own list: nothing of it is used any more.
+        # The request's own lists: nothing of them is used any more.
         self._used.clear()
+        self._unread.clear()
 
 
 def _by_name(item: tuple[str, _Region]) -> str:

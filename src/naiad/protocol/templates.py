@@ -22,7 +22,7 @@ class RequestTemplate:
         #: Without the data, which would keep its message.
         self._known = request.of(())
         self._inputs: list[tuple[str, DataType, tuple[int, ...], bytes, int]] = [
-            (tensor.name, tensor.datatype, tensor.shape, head, len(tensor.data))
+            (tensor.name, tensor.datatype, tensor.shape, head, len(tensor.contents))
             for tensor, head in zip(request.inputs, heads, strict=True)
         ]
 

@@ -344,7 +344,9 @@ class _Run:
         got = {tensor.name: tensor for tensor in response.outputs}
         for output, name in member.outputs.items():
             tensor = got.get(output)
-            scope.tensors[name] = None if tensor is None else Tensor(name, tensor.datatype, tensor.shape, tensor.data)
+            scope.tensors[name] = (
+                None if tensor is None else Tensor(name, tensor.datatype, tensor.shape, tensor.contents)
+            )
 
     def _advance(self, scope: _Scope) -> None:
         """Starts the steps that can start now that `scope` has new tensors, and answers what is complete."""
@@ -388,7 +390,7 @@ class _Run:
                     return None
                 continue
             shape = fitted(tensor.shape, spec, member.batching)
-            inputs.append(Tensor(name, tensor.datatype, shape, tensor.data))
+            inputs.append(Tensor(name, tensor.datatype, shape, tensor.contents))
         return tuple(inputs)
 
     def _start_step(self, member: Member, outputs: tuple[str, ...], inputs: tuple[Tensor, ...], place: _Scope) -> None:
@@ -447,7 +449,7 @@ class _Run:
                 return
             tensor = found[1]
             shape = fitted(tensor.shape, config.outputs[name], config.batching)
-            tensors.append(Tensor(name, tensor.datatype, shape, tensor.data))
+            tensors.append(Tensor(name, tensor.datatype, shape, tensor.contents))
         place.answered = True
         self._send(tuple(tensors), self._parameters)
 

@@ -1,5 +1,7 @@
 """Batches laid out and split again come to the same."""
 
+import os
+
 import msgspec
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ from naiad.datatypes import DataType, pack_bytes, unpack_bytes
 from naiad.errors import Internal
 from naiad.instances import arena, layout
 from naiad.instances.frames import Details, Output
-from naiad.messages import InferRequest, SequenceControl, Tensor
+from naiad.messages import UNREAD_FROM, InferRequest, SequenceControl, Tensor, Unread
 
 
 def requests_of(*input_lists):
@@ -43,8 +45,34 @@ def test_what_is_laid_out_can_be_split_again(rows, widths, swap):
         outputs = [Output(i.name, i.datatype, i.shape, i.offset, i.byte_size, None, None) for i in laid_out.inputs]
         for tensors, mine in zip(layout.split(outputs, rows, view), lists, strict=True):
             assert {(t.name, t.shape, bytes(t.data)) for t in tensors} == {(t.name, t.shape, t.data) for t in mine}
-    import os
+    os.close(fd)
 
+
+class Bytes:
+    """Memory of a client's."""
+
+    def __init__(self, data):
+        self.data = data
+
+    def read(self, offset, byte_size):
+        return self.data[offset : offset + byte_size]
+
+    def read_into(self, offset, target):
+        target[:] = self.data[offset : offset + len(target)]
+
+
+def test_what_is_unread_is_read_to_where_the_batch_lies():
+    shape = (1, UNREAD_FROM)
+    parts = [bytes([value]) * UNREAD_FROM for value in (1, 2, 3)]
+    contents = [Unread(Bytes(b"--" + parts[0]), 2, UNREAD_FROM), parts[1], Unread(Bytes(parts[2]), 0, UNREAD_FROM)]
+    laid_out = layout.lay_out(requests_of(*([Tensor("I", DataType.UINT8, shape, data)] for data in contents)))
+    assert laid_out.byte_size == 3 * UNREAD_FROM
+    view = memoryview(bytearray(laid_out.byte_size))
+    laid_out.write(view)
+    assert view == b"".join(parts)
+    fd = arena.create("test", laid_out.byte_size)
+    laid_out.write_file(fd)
+    assert arena.map_shared(fd, laid_out.byte_size) == view
     os.close(fd)
 
 

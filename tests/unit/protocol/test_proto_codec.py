@@ -616,7 +616,7 @@ def test_a_response() -> None:
             name=names,
             datatype=st.sampled_from(DataType),
             shape=st.lists(st.integers(0, 2**62), max_size=4).map(tuple),
-            data=st.binary(max_size=400),
+            contents=st.binary(max_size=400),
         ),
         max_size=4,
     ),

@@ -22,7 +22,7 @@ from naiad.errors import (
     ResourceExhausted,
     Unsupported,
 )
-from naiad.messages import InferRequest, InferResponse, ResponseSink, Result, Tensor
+from naiad.messages import InferRequest, InferResponse, ResponseSink, Result, Tensor, Unread
 from naiad.protocol import cuda_memory
 from naiad.protocol.cuda_memory import CudaRuntime, CudaThread, cuda_thread
 from naiad.protocol.regions import CopyingCall, OutputRegion, Regions, RegionUse, is_local_peer
@@ -272,6 +272,70 @@ def test_an_object_that_shrinks_is_an_error_and_does_not_grow_again(regions: Reg
     with pytest.raises(InvalidArgument, match="'/small' has become smaller"):
         output.write("OUT", bytes(8))
     assert (shm / "small").stat().st_size == 16
+
+
+LARGE = bytes(range(256)) * 512
+
+
+@pytest.fixture
+def large(regions: Regions, shm: Path) -> RegionUse:
+    (shm / "large").write_bytes(bytes(64) + LARGE + bytes(64))
+    regions.register_system("large", "/large", 0, 128 + len(LARGE))
+    return RegionUse(regions, True)
+
+
+def test_a_large_input_is_read_when_a_batch_is_made(large: RegionUse, shm: Path) -> None:
+    part = large.input("large", 64, len(LARGE))
+    assert isinstance(part, Unread)
+    assert len(part) == len(LARGE)
+    (shm / "large").write_bytes(bytes(64) + LARGE[::-1] + bytes(64))
+    target = bytearray(len(LARGE))
+    part.read_into_batch(memoryview(target))
+    assert target == part.for_batch() == part.read() == LARGE[::-1]
+    assert part.failure is None
+
+
+def test_a_large_input_that_was_looked_at_does_not_change(large: RegionUse, shm: Path) -> None:
+    tensor = Tensor("IN", DataType.UINT8, (len(LARGE),), large.input("large", 64, len(LARGE)))
+    assert tensor.data == LARGE
+    (shm / "large").write_bytes(bytes(128 + len(LARGE)))
+    assert tensor.contents == tensor.data == LARGE
+
+
+@pytest.mark.parametrize("into", [True, False])
+def test_a_region_that_shrinks_before_the_batch_is_made_is_an_error_of_its_request(
+    large: RegionUse, shm: Path, into: bool
+) -> None:
+    part = large.input("large", 64, len(LARGE))
+    assert isinstance(part, Unread)
+    results: list[tuple[Result | None, bool]] = []
+
+    class Kept:
+        def send(self, result: Result | None, final: bool) -> None:
+            results.append((result, final))
+
+    holding = large.during(lambda request, sink, model: sink, REQUEST, Kept())
+    os.truncate(shm / "large", 100_000)
+    if into:
+        target = memoryview(bytearray(b"x" * len(LARGE)))
+        part.read_into_batch(target)
+        assert not any(target)
+    else:
+        assert part.for_batch() == bytes(len(LARGE))
+    with pytest.raises(InvalidArgument, match="'/large' has become smaller"):
+        part.read()
+    response = InferResponse("m", 1, "", ())
+    holding.send(response, False)
+    holding.send(None, True)
+    (first, final), ended = results
+    assert isinstance(first, InvalidArgument)
+    assert (final, ended) == (False, (None, True))
+
+
+def test_a_large_input_that_is_not_there_any_more_is_refused(large: RegionUse, shm: Path) -> None:
+    os.truncate(shm / "large", 100_000)
+    with pytest.raises(InvalidArgument, match="'/large' has become smaller"):
+        large.input("large", 64, len(LARGE))
 
 
 @pytest.mark.parametrize(
