@@ -346,6 +346,8 @@ def scheduling_problems(config: Proto) -> Iterator[str]:
                 )
             if any(dim < 0 for dim in value.dims):
                 yield f"warmup setting expects all variable-size dimensions are specified for input '{key}'"
+            if sample.batch_size and value.WhichOneof("input_data_type") is None:
+                yield f"[request id: <id_unknown>] warmup setting expects input '{key}' to have input_data_type set"
 
 
 def _initial_state_problems(state: Any, initial: Any) -> Iterator[str]:
@@ -361,6 +363,13 @@ def _initial_state_problems(state: Any, initial: Any) -> Iterator[str]:
         )
     if any(dim == -1 for dim in initial.dims):
         yield f"'initial_state' field for state input name '{label}' contains variable dimensions."
+    for dim, expected in zip(initial.dims, state.dims, strict=False):
+        if dim != expected and -1 not in (dim, expected):
+            yield (
+                f"'initial_state' dim for input name '{label}' doesn't match 'state' dim description. {dim} != {expected}"
+            )
+    if initial.WhichOneof("state_data") is None:
+        yield f"initial_state setting expects state'{label}' to have state_data set"
 
 
 # -- instance groups ---------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from pathlib import Path
 
 import msgspec
 
-from naiad.errors import InvalidArgument, Unavailable
+from naiad.errors import Internal, InvalidArgument, Unavailable
 
 PARAMETER = "EXECUTION_ENV_PATH"
 #: Stands for the model's folder in `EXECUTION_ENV_PATH`.
@@ -96,7 +96,9 @@ class Environments:
         if path.is_dir():
             return str(interpreter_in(path, model))
         if not path.is_file():
-            raise InvalidArgument(f"unable to load model '{model}': there is no '{path}' ({PARAMETER})")
+            raise Internal(
+                f"Failed to get the canonical path for {path}. There is no such file ({PARAMETER} of model '{model}')"
+            )
         with open(path, "rb") as archive:
             digest = hashlib.file_digest(archive, "sha256").hexdigest()
         folder = self._directory / digest[:32]

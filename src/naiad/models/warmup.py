@@ -31,7 +31,8 @@ async def warm_up(config: ModelConfig, version: int, directory: Path, instances:
     """Runs all samples, instance beside instance. Raises the error of the first sample that is wrong or fails."""
     if not config.warmup:
         return
-    batches = await asyncio.to_thread(lambda: list(samples_of(config, version, directory)))
+    name = instances[0].name if instances else ""
+    batches = await asyncio.to_thread(lambda: list(samples_of(config, version, directory, name)))
     outcomes = await asyncio.gather(
         *(_run_all(config.name, batches, instance, log) for instance in instances), return_exceptions=True
     )
@@ -40,21 +41,25 @@ async def warm_up(config: ModelConfig, version: int, directory: Path, instances:
             raise outcome
 
 
-def samples_of(config: ModelConfig, version: int, directory: Path) -> Iterator[tuple[WarmupSample, list[InferRequest]]]:
-    """Each sample with its requests. Raises InvalidArgument or Internal, with Triton's texts, where one does not fit
-    the model or its file cannot be read. Reads files and makes data: for a thread."""
+def samples_of(
+    config: ModelConfig, version: int, directory: Path, instance: str = ""
+) -> Iterator[tuple[WarmupSample, list[InferRequest]]]:
+    """Each sample with its requests; inputs that the model does not have are left out. Raises InvalidArgument or
+    Internal, with Triton's texts, which name an instance, where one does not fit the model or its file cannot be read.
+    Reads files and makes data: for a thread."""
     check = RequestCheck(config)
     for sample in config.warmup:
         if not sample.batch_size:
             continue
         if sample.batch_size > max(1, config.max_batch_size):
-            raise InvalidArgument(
-                f"warmup sample '{sample.name}' of model '{config.name}' has batch_size {sample.batch_size}, the model "
-                f"takes {max(1, config.max_batch_size)} at most"
+            # Once for each request.
+            too_many = (
+                f"batch size {sample.batch_size} for '{instance}', max allowed is {max(1, config.max_batch_size)}; "
             )
+            raise InvalidArgument(f"failed to run warmup sample '{sample.name}': {too_many * sample.batch_size}")
         tensors = {item.name: _tensor(item, directory, config.batching) for item in sample.inputs}
         extra = _sequence_inputs(config, directory) if config.scheduling == "sequence" else {}
-        inputs = tuple([tensor for name, tensor in tensors.items() if name in config.inputs or name not in extra])
+        inputs = tuple([tensor for name, tensor in tensors.items() if name in config.inputs])
         request, _, _ = check(InferRequest(config.name, inputs, version), in_thread=True)
         extra.update((name, tensor) for name, tensor in tensors.items() if name in extra)
         requests = [

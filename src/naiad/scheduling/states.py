@@ -87,7 +87,7 @@ def read_initial_states(directory: Path, config: ModelConfig) -> dict[str, bytes
             if len(data) < size:
                 raise InvalidArgument(
                     f"initial_state setting expects {size} bytes, but the data provided from {initial.data_file}only "
-                    f"has {len(data)} bytes"
+                    f"has {len(data)} bytes."
                 )
             contents[state.input_name] = data[:size] if size else data
     return contents

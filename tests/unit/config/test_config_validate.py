@@ -316,7 +316,8 @@ def _state(body: str) -> str:
         (_state('initial_state { name: "i" data_type: TYPE_FP32 dims: 2 zero_data: true }'), []),
         (
             _state(
-                'initial_state { data_type: TYPE_INT32 dims: [ -1, 1 ] } initial_state { name: "i" data_type: TYPE_FP32 dims: 2 }'
+                "initial_state { data_type: TYPE_INT32 dims: [ -1, 1 ] zero_data: true } "
+                'initial_state { name: "i" data_type: TYPE_FP32 dims: 2 data_file: "f" }'
             ),
             [
                 "initial_state field for state input 'S' must contain exactly one or zero element. Found '2' elements.",
@@ -333,9 +334,21 @@ def _state(body: str) -> str:
         ),
         (
             'name: "m" sequence_batching { state { input_name: "S" data_type: TYPE_FP32 initial_state { name: "i" '
-            'data_type: TYPE_FP32 } } state { input_name: "S" data_type: TYPE_FP32 initial_state { name: "j" '
-            "data_type: TYPE_FP32 } } }",
+            'data_type: TYPE_FP32 zero_data: true } } state { input_name: "S" data_type: TYPE_FP32 initial_state { '
+            'name: "j" data_type: TYPE_FP32 zero_data: true } } }',
             ["State input name 'S' specified more than once."],
+        ),
+        (
+            _state('initial_state { name: "i" data_type: TYPE_FP32 dims: 3 }'),
+            [
+                "'initial_state' dim for input name 'S' doesn't match 'state' dim description. 3 != 2",
+                "initial_state setting expects state'S' to have state_data set",
+            ],
+        ),
+        (
+            'name: "m" input { name: "X" data_type: TYPE_FP32 dims: 1 } '
+            'model_warmup { name: "w" batch_size: 1 inputs { key: "X" value { data_type: TYPE_FP32 dims: 1 } } }',
+            ["[request id: <id_unknown>] warmup setting expects input 'X' to have input_data_type set"],
         ),
         (
             'name: "m" input { name: "X" data_type: TYPE_FP32 dims: -1 } '

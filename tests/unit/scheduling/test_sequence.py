@@ -586,7 +586,7 @@ def test_initial_state_from_a_file(tmp_path, datatype, data, kept):
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b"\1", "initial_state setting expects 2 bytes, but the data provided from fonly has 1 bytes"),
+        (b"\1", r"initial_state setting expects 2 bytes, but the data provided from fonly has 1 bytes\.$"),
         (None, "failed to open text file for read .*/initial_state/f: No such file or directory"),
     ],
 )
