@@ -183,7 +183,7 @@ class RequestCheck:
         shape = tensor.shape if not self._max_batch_size or tensor.shape[0] else tensor.shape[1:]
         count = _elements(shape)
         if tensor.datatype is DataType.BYTES:
-            if len(tensor.data) >= LARGE and not in_thread:
+            if len(tensor.contents) >= LARGE and not in_thread:
                 raise TakesLong
             _check_bytes(request, tensor, count, self._model)
             return

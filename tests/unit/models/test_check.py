@@ -1,12 +1,14 @@
 """Requests against configurations: what passes, and Triton's text for what does not."""
 
+from typing import Any
+
 import pytest
 
 from naiad.config.model_config import ModelConfig
 from naiad.config.parse import parse_text
 from naiad.datatypes import LARGE, DataType, TakesLong, pack_bytes
 from naiad.errors import InvalidArgument
-from naiad.messages import InferRequest, Tensor
+from naiad.messages import InferRequest, Tensor, Unread
 from naiad.models.check import BrokenContents, RequestCheck
 
 NOTE = (
@@ -231,6 +233,10 @@ def test_what_takes_long_to_look_through_is_asked_for_in_a_thread() -> None:
     with pytest.raises(TakesLong):
         check(asked)
     assert check(asked, True) == (asked, 1, ((),))
+    # Not even read before that, where it lies in memory of the client's.
+    nowhere: Any = None
+    with pytest.raises(TakesLong):
+        check(request(Tensor("A", DataType.BYTES, (count,), Unread(nowhere, 0, LARGE))))
     # What is wrong besides is found at once.
     with pytest.raises(InvalidArgument, match="data-type is 'INT32'"):
         check(request(Tensor("A", DataType.INT32, (count,), asked.inputs[0].data)))
