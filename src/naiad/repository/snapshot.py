@@ -156,7 +156,7 @@ def _read_model(name: str, repository: str) -> ModelDirectory | None:
     except OSError:
         children = []  # loading it will say why it cannot be read
     versions: dict[int, VersionDirectory] = {}
-    notes: list[str] = []
+    notes = _misnamed([child.name for child in children], name)
     rest: list[os.DirEntry[str]] = []
     configs: list[os.DirEntry[str]] = []
     for child in children:
@@ -175,6 +175,14 @@ def _read_model(name: str, repository: str) -> ModelDirectory | None:
         tuple(notes),
         _fingerprint(configs),
     )
+
+
+def _misnamed(names: list[str], model: str) -> list[str]:
+    """A warning where a model has no configuration, but a file that seems meant to be one."""
+    if "config.pbtxt" in names:
+        return []
+    meant = [name for name in names if re.fullmatch(r"config\.(pb.*|prototxt|txt)", name, re.IGNORECASE)]
+    return [f"model '{model}' has a '{name}', which nobody reads: it must be named config.pbtxt" for name in meant]
 
 
 def _version_number(entry: os.DirEntry[str], model: str, notes: list[str]) -> int | None:

@@ -62,6 +62,17 @@ def test_which_folders_are_versions(tmp_path, folder, versions, note):
     assert list(found.notes) == ([note] if note else [])
 
 
+@pytest.mark.parametrize("name", ["Config.pbtxt", "config.pbtx", "config.pbtxt.txt", "config.txt", "config.prototxt"])
+def test_a_configuration_with_another_name_is_noted(tmp_path, name):
+    folder = model(tmp_path, "m", "1")
+    write(folder / name)
+    write(folder / "config.json")
+    assert scan([tmp_path]).models["m"].notes == ()
+    (folder / "config.pbtxt").unlink()
+    [note] = scan([tmp_path]).models["m"].notes
+    assert note == f"model 'm' has a '{name}', which nobody reads: it must be named config.pbtxt"
+
+
 def test_a_file_with_a_number_as_its_name_is_no_version(tmp_path):
     write(tmp_path / "m" / "1")
     assert scan([tmp_path]).models["m"].versions == {}
