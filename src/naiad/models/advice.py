@@ -55,7 +55,13 @@ def advice(source: Source, error: NaiadError, version: int | None = None) -> str
         return "there is no GPU: say kind: KIND_CPU, or no kind at all"
     if draft.backend == "python" and (found := _MODULE.search(text)):
         return _without_module(directory, draft, found[1])
-    return _of_file(source.directory.versions[version].directory / filename) if filename else ""
+    if not filename:
+        return ""
+    path = source.directory.versions[version].directory / filename
+    told = _of_file(path)
+    if not told and "Protobuf parsing failed" in text and path.is_file():
+        return f"'{path}' is not ONNX, or not all of it: {path.stat().st_size} bytes"
+    return told
 
 
 def _choose(what: str, word: str, names: list[str]) -> str:

@@ -102,6 +102,11 @@ async def test_of_models(tmp_path: Path, files: dict[str, str], text: str) -> No
         ({"config.pbtxt": ONNX, "1/model.onnx": "x"}, "a reason that says it all", ""),
         ({"config.pbtxt": ONNX, "1/model.onnx/model.onnx": "x"}, "a reason that says it all", ""),
         ({"config.pbtxt": ONNX, "1/model.onnx": ""}, "", "'{m}/1/model.onnx' is empty"),
+        (
+            {"config.pbtxt": ONNX, "1/model.onnx": "xyz"},
+            "onnx runtime error 7: Load model from m/1/model.onnx failed:Protobuf parsing failed.",
+            "'{m}/1/model.onnx' is not ONNX, or not all of it: 3 bytes",
+        ),
         ({"config.pbtxt": ONNX, "1/.keep": ""}, "", "'{m}/1' is empty"),
         (
             {"config.pbtxt": ONNX, "1/b.onnx": "x", "1/a.onnx": "x"},
