@@ -29,6 +29,13 @@ _FILES = tuple(row.filename for row in PLATFORMS)
 
 def advice(source: Source, error: NaiadError, version: int | None = None) -> str:
     """What helps against `error`, of one version or of the model as a whole; "" where nothing is known."""
+    try:
+        return _advice(source, error, version)
+    except OSError as problem:
+        return f"cannot read '{problem.filename}': {problem.strerror}"
+
+
+def _advice(source: Source, error: NaiadError, version: int | None) -> str:
     draft, directory = source.draft, Path(source.directory.directory)
     text = error.message
     if not isinstance(draft, Draft):
@@ -106,16 +113,13 @@ def _without_module(directory: Path, draft: Draft, module: str) -> str:
 
 def _of_file(path: Path) -> str:
     """What is wrong with the file of a version, where that can be seen without its framework."""
-    try:
-        if not path.exists():
-            told = _other_files(path.parent, "rename one, or say default_model_filename")
-            return told or f"'{path.parent}' is empty"
-        if not path.is_file():
-            return ""  # a folder, or what cannot be read without waiting
-        with path.open("rb") as file:
-            begin = file.read(64).lower()
-    except OSError as error:
-        return f"cannot read '{error.filename}': {error.strerror}"
+    if not path.exists():
+        told = _other_files(path.parent, "rename one, or say default_model_filename")
+        return told or f"'{path.parent}' is empty"
+    if not path.is_file():
+        return ""  # a folder, or what cannot be read without waiting
+    with path.open("rb") as file:
+        begin = file.read(64).lower()
     if not begin:
         return f"'{path}' is empty"
     return next((f"'{path}' {what}" for start, what in _NO_MODELS.items() if begin.startswith(start)), "")
