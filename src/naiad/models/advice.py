@@ -59,7 +59,7 @@ def _advice(source: Source, error: NaiadError, version: int | None) -> str:
             return "TensorRT is not served: take the ONNX file that the engine was built from"
         return _choose("backend", draft.backend, sorted(entry_points(group=GROUP).names))
     if "no GPUs are available" in text or ("unsupported gpu id" in text and not draft.gpus):
-        return "there is no GPU: say kind: KIND_CPU, or no kind at all"
+        return "no GPU is found; without one, say kind: KIND_CPU or no kind at all"
     if draft.backend == "python" and (found := _MODULE.search(text)):
         return _without_module(directory, draft, found[1])
     if not filename:

@@ -87,7 +87,7 @@ async def test_of_models(tmp_path: Path, files: dict[str, str], text: str) -> No
         (
             {"config.pbtxt": ONNX, "1/model.onnx": "x"},
             "instance group m_0 of model m has kind KIND_GPU but no GPUs are available",
-            "there is no GPU: say kind: KIND_CPU, or no kind at all",
+            "no GPU is found; without one, say kind: KIND_CPU or no kind at all",
         ),
         (
             {"config.pbtxt": 'backend: "python"', "1/model.py": ""},
