@@ -91,6 +91,13 @@ class Engine:
 
     # ---------------------------------------------------------------- inference
 
+    def goes_on(self, name: str, version: int) -> bool:
+        """Whether what a model version asks for belongs to what had begun before the server was about to end, as long as
+        it has requests itself."""
+        return not self._exiting or any(
+            (model.name, model.version) == (name, version) and model.in_flight for model in self._table.models()
+        )
+
     def model(self, name: str, version: int = -1) -> Model:
         """The loaded version; -1 is the newest. Raises NotFound or Unavailable."""
         return self._table.lookup(name, version)

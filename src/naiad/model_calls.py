@@ -114,7 +114,8 @@ class ModelCalls:
             raise InvalidArgument(needs_decoupled(asked.model_name))
         trace = self._traces.live(asked.trace) if asked.trace and self._traces is not None else None
         sink = _Stream() if asked.decoupled else _Single(reply)
-        call = self._engine.infer(_request(asked, None if trace is None else trace.child()), sink, admitted=True)
+        admitted = self._engine.goes_on(caller.model, caller.version)
+        call = self._engine.infer(_request(asked, None if trace is None else trace.child()), sink, admitted=admitted)
         held = self._calls.get(caller)
         if held is None:
             held = self._calls[caller] = set()

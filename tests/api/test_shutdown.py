@@ -109,6 +109,32 @@ def test_what_an_ensemble_has_begun_goes_on_and_new_ones_name_themselves(reposit
         assert server.wait() == 0
 
 
+def test_calls_of_models_go_on_while_they_have_requests_and_no_longer(repository, tmp_path):
+    gate = Gate(tmp_path)
+    call = (
+        "pb_utils.InferenceRequest(model_name='called', inputs=[pb_utils.Tensor('DO', np.array([b''], object))], "
+        "requested_output_names=['OUT']).exec()"
+    )
+    repository.doer("called")
+    repository.doer("calling")
+    repository.doer("restless")
+    with Server(repository).started() as server:
+        server.grpc.do(
+            "restless", f"import threading\nthreading.Thread(target=lambda: [{call} for _ in iter(int, 1)]).start()"
+        )
+        until(lambda: server.grpc.statistics("called")["inferences"] > 0, "a thread of a model calls")
+        text = f"{gate.do}result = {call}.output_tensors()[0].as_numpy()[0].decode()"
+        running = server.ask(server.grpc.do, "calling", text)
+        gate.reached()
+        server.signal(signal.SIGTERM)
+        server.says("Model 'calling' (version 1) has 1 in-flight inferences")
+        gate.open()
+        assert running.result(60) == "called 1"
+        began = time.monotonic()
+        assert server.wait() == 0
+        assert time.monotonic() - began < 10
+
+
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
 def test_a_model_that_is_stuck_does_not_keep_the_server(repository, tmp_path, protocol):
     gate = Gate(tmp_path)

@@ -79,6 +79,15 @@ def test_a_server_that_is_about_to_end_takes_what_goes_on_with_something(refuses
         assert scheduler.calls[-1].is_late
 
 
+def test_what_a_model_asks_for_goes_on_while_it_has_requests() -> None:
+    models = [SimpleNamespace(name="m", version=version, in_flight=version - 1) for version in (1, 2)]
+    engine = Engine(SimpleNamespace(table=SimpleNamespace(models=lambda: models)))  # type: ignore[arg-type]
+    asked = [("m", 1), ("m", 2), ("gone", 2)]
+    assert [engine.goes_on(*each) for each in asked] == [True, True, True]
+    engine.exiting()
+    assert [engine.goes_on(*each) for each in asked] == [False, True, False]
+
+
 async def test_a_server_that_is_about_to_end_tells_little() -> None:
     engine = SlowModel().engine()
     engine.exiting()
