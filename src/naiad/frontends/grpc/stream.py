@@ -180,7 +180,8 @@ class Stream:
         while ordered and ordered[0].is_done:
             ordered.popleft()
             if ordered:
-                self._outbox.extend(ordered[0].held)
+                if self._failure is None:
+                    self._outbox.extend(ordered[0].held)
                 ordered[0].held.clear()
         self._news.set()
 

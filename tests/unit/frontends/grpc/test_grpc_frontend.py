@@ -394,6 +394,19 @@ async def test_strict_streams_end_with_the_first_error_of_a_model(connect: Conne
         assert response.error_message == "negative value -3"
 
 
+async def test_nothing_follows_the_error_that_ends_a_strict_stream(connect: Connect) -> None:
+    async with connect() as connection:
+        metadata = (("triton_grpc_error", "true"),)
+        stream = connection.stub.ModelStreamInfer(once(ask("held"), ask(id="next")), metadata=metadata)
+        first = asyncio.ensure_future(anext(aiter(stream)))
+        call = await connection.engine.calls.get()
+        while len(connection.engine.requests) < 2:  # noqa: ASYNC110  # the second one is answered when it is there
+            await asyncio.sleep(0)
+        call.sink.send(Internal("the first one failed"), True)
+        with pytest.raises(aio.AioRpcError, match="the first one failed"):
+            await first
+
+
 async def test_ordinary_models_answer_in_the_order_of_their_requests(connect: Connect) -> None:
     async with connect() as connection:
         stream = connection.stub.ModelStreamInfer()
