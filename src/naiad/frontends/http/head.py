@@ -1,9 +1,12 @@
 """What a request says before and around its body: head and chunks, read by httptools (llhttp). Pure."""
 
+import re
 from contextlib import suppress
 from typing import Any
 
 import httptools
+
+_METHOD = re.compile(rb"[A-Z]+(?= )")
 
 
 class RequestHeaders:
@@ -47,11 +50,19 @@ class Head:
     def __init__(self, data: bytes) -> None:
         """Raises HttpParserError."""
         reading = _HeadReader()
+        try:
+            reading.read(data)
+            self.method: str = reading.parser.get_method().decode("latin-1")
+        except httptools.HttpParserInvalidMethodError:
+            name = _METHOD.match(data)
+            if name is None:
+                raise
+            # One that the parser has not heard of is still a method, if one that nothing here allows.
+            self.method = name[0].decode()
+            reading = _HeadReader()
+            reading.read(b"PATCH" + data[name.end() :])
         self.headers = headers = reading.headers
         parser = reading.parser
-        with suppress(httptools.HttpParserUpgrade):  # an offer that is not taken up
-            parser.feed_data(data)
-        self.method: str = parser.get_method().decode("latin-1")
         self.path = _path(reading.url)
         self.keep_alive = reading.keep_alive
         self.is_http_1_0 = parser.get_http_version() == "1.0"
@@ -83,6 +94,10 @@ class _HeadReader:
         self.url = b""
         self.keep_alive = False
         self.parser = _parser(self)
+
+    def read(self, data: bytes) -> None:
+        with suppress(httptools.HttpParserUpgrade):  # an offer that is not taken up
+            self.parser.feed_data(data)
 
     def on_url(self, url: bytes) -> None:
         self.url += url

@@ -55,3 +55,11 @@ def test_empty_lines_alone_are_no_head() -> None:
     assert Head(b"\r\nGET /v2 HTTP/1.1\r\n\r\n").path == "/v2"
     with pytest.raises(httptools.HttpParserError):
         Head(b"\r\n\r\n")
+
+
+def test_a_method_that_nobody_knows_is_a_method() -> None:
+    head = Head(b"FROBNICATE /v2 HTTP/1.1\r\nContent-Length: 3\r\n\r\n")
+    assert (head.method, head.path, head.body_size, head.keep_alive) == ("FROBNICATE", "/v2", 3, True)
+    for text in (b"get /v2 HTTP/1.1\r\n\r\n", b"\x16\x03\x01\r\n\r\n", b"F@O /v2 HTTP/1.1\r\n\r\n"):
+        with pytest.raises(httptools.HttpParserError):
+            Head(text)
