@@ -46,6 +46,15 @@ def test_a_command_line_of_tritons_server_works_with_and_without_serve(served, f
     assert served == [ServerOptions(model_repository=("/a", "/b"), http_port=2, strict_readiness=False)]
 
 
+def test_flags_may_be_shortened_as_triton_takes_them(served, capsys):
+    assert run("--model-repo=/a", "--http-po", "2", "--log-verbose=1", "--allow-vertex=false") == 0
+    assert served == [ServerOptions(model_repository=("/a",), http_port=2, log_verbose=1)]
+    assert run("--model-repository=/a", "--http-s=a") == 1
+    assert "'--http-s' is ambiguous; possibilities: --http-server-cert, --http-server-key" in capsys.readouterr().err
+    assert run("--model-repo=/a", "--allow-vertex=true") == 1
+    assert "'--allow-vertex-ai' of Triton's server is not supported" in capsys.readouterr().err
+
+
 def test_a_deprecated_flag_works_and_says_what_takes_its_place(served, capsys):
     assert run("--trace-file=/t", "--trace-rate=3", "--model-repository=/a") == 0
     assert [(options.trace_file, options.trace_rate) for options in served] == [("/t", 3)]

@@ -26,6 +26,9 @@ _WRONG = 1
 _DEPRECATED = "Deprecated: "
 
 
+_FLAGS = (*(flag for option in OPTIONS.values() for flag in (option.flag, *option.aliases)), *REFUSED, "--help")
+
+
 def parse_arguments(arguments: list[str], prog_name: str = "naiad serve") -> ServerOptions:
     """The options of a command line. Raises click.ClickException with a text for the user, or click.exceptions.Exit
     after printing the help."""
@@ -62,7 +65,7 @@ class _Serve(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         try:
-            return super().parse_args(ctx, args)
+            return super().parse_args(ctx, [_whole(argument) for argument in args])
         except click.NoSuchOption as error:
             raise _unknown(error) from None
         except click.UsageError as error:
@@ -72,6 +75,17 @@ class _Serve(click.Command):
         for group, options in groupby(_available(), key=lambda option: option.group):
             with formatter.section(group):
                 formatter.write("\n".join(_help_of(option, formatter.width) for option in options) + "\n")
+
+
+def _whole(argument: str) -> str:
+    """The argument with its flag written out, which may be shortened as far as it is the only one that begins so."""
+    flag, equals, value = argument.partition("=")
+    if not flag.startswith("--") or flag == "--" or flag in _FLAGS:
+        return argument
+    meant = [known for known in _FLAGS if known.startswith(flag)]
+    if len(meant) > 1:
+        raise _WrongUsage(f"naiad: option '{flag}' is ambiguous; possibilities: {', '.join(meant)}")
+    return f"{meant[0]}{equals}{value}" if meant else argument
 
 
 class _WrongUsage(click.ClickException):
