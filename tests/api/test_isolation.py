@@ -209,8 +209,13 @@ def test_a_model_that_dies_while_it_is_loaded_fails_its_load(explicit, client, n
     assert "exited with code 5" in client.index()[name, "1"][1]
     assert not explicit.named(f"naiad:{name}")
     client.unload(name)
-    assert client.index()[name, "1"] == ("UNAVAILABLE", "unloaded")
+    # As in Triton it is known until it has been loaded.
+    assert "exited with code 5" in client.index()[name, "1"][1]
+    assert not client.is_ready()
+    explicit.repository.doer(name)
+    client.load(name)
     assert client.is_ready()
+    client.unload(name)
 
 
 def test_models_survive_their_zygote(repository):

@@ -580,7 +580,11 @@ def test_a_sample_of_no_requests_is_skipped(warmed):
             "short",
             "Invalid argument: [request id: <id_unknown>] warmup setting expects 8 bytes, but the data provided from vonly has 7 bytes",
         ),
-        ("large", "Invalid argument: warmup sample 'sample' of model 'large' has batch_size 5, the model takes 4"),
+        (
+            "large",
+            "Invalid argument: failed to run warmup sample 'sample': "
+            + "batch size 5 for 'large_0', max allowed is 4; " * 5,
+        ),
     ],
 )
 def test_a_sample_that_fails_fails_the_load(warmed, model, reason):
