@@ -583,7 +583,7 @@ def test_a_sample_of_no_requests_is_skipped(warmed):
         (
             "large",
             "Invalid argument: failed to run warmup sample 'sample': "
-            + "batch size 5 for 'large_0', max allowed is 4; " * 5,
+            + "batch size 5 for 'large_0_0', max allowed is 4; " * 5,
         ),
     ],
 )
