@@ -9,7 +9,7 @@ import struct
 from time import sleep
 
 from naiad.config.model_config import ModelConfig, TensorConfig
-from naiad.datatypes import LARGE, Buffer, DataType, TakesLong
+from naiad.datatypes import AT_ONCE, LARGE, Buffer, DataType, TakesLong
 from naiad.errors import InvalidArgument
 from naiad.messages import InferRequest, Tensor
 
@@ -23,9 +23,6 @@ _BATCH_NOTE = (
 
 #: (the request with its inputs in configured order, rows, batching signature)
 Checked = tuple[InferRequest, int, object]
-
-#: So many strings are looked through in about 5 ms.
-_AT_ONCE = 1 << 15
 
 
 class BrokenContents(InvalidArgument):
@@ -235,8 +232,7 @@ def _check_bytes(request: InferRequest, tensor: Tensor, expected: int, model: st
         (length,) = unpack(data, at)
         at += 4 + length
         count += 1
-        if count % _AT_ONCE == 0:
-            # Compiled, a thread lets the others run only where it says so.
+        if count % AT_ONCE == 0:
             sleep(0)
     if count != expected:
         raise InvalidArgument(

@@ -10,12 +10,13 @@ import re
 import struct
 from collections.abc import Callable, Mapping
 from itertools import chain
+from time import sleep
 from typing import Any
 
 import numpy as np
 
 from naiad.config.model_config import ModelConfig
-from naiad.datatypes import BY_NAME, BY_NUMBER, Buffer, DataType
+from naiad.datatypes import AT_ONCE, BY_NAME, BY_NUMBER, Buffer, DataType
 from naiad.errors import Internal, InvalidArgument
 from naiad.messages import InferRequest, InferResponse, ParameterValue, SequenceControl, Tensor, Unread
 from naiad.protocol.json_numbers import parse_request
@@ -458,10 +459,13 @@ def _flat(data: list[Any]) -> list[Any]:
 def _pack(elements: list[str]) -> bytes:
     pack = _LENGTH.pack
     parts: list[bytes] = []
-    for element in elements:
-        data = encode(element)
-        parts.append(pack(len(data)))
-        parts.append(data)
+    for start in range(0, len(elements), AT_ONCE):
+        if start:
+            sleep(0)
+        for element in elements[start : start + AT_ONCE]:
+            data = encode(element)
+            parts.append(pack(len(data)))
+            parts.append(data)
     return b"".join(parts)
 
 
@@ -612,9 +616,14 @@ def _unpack(data: Buffer) -> list[str]:
     at = 0
     end = len(raw)
     while at + 4 <= end:
-        (length,) = unpack(raw, at)
-        at += 4 + length
-        elements.append(raw[at - length : at].decode("utf-8", "surrogateescape"))
+        if elements:
+            sleep(0)
+        for _ in range(AT_ONCE):
+            (length,) = unpack(raw, at)
+            at += 4 + length
+            elements.append(raw[at - length : at].decode("utf-8", "surrogateescape"))
+            if at + 4 > end:
+                break
     if at != end:
         raise Internal("malformed BYTES output: a string is longer than the data that is left")
     return elements

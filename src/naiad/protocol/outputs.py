@@ -5,12 +5,13 @@ A codec reads the plan from a request; the front end follows it when the respons
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from time import sleep
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from naiad.datatypes import DataType, pack_bytes
+from naiad.datatypes import AT_ONCE, DataType, pack_bytes
 from naiad.errors import InvalidArgument
 from naiad.messages import Tensor
 
@@ -107,10 +108,14 @@ def classify(tensor: Tensor, count: int, labels: list[str], batched: bool) -> Te
     texts: list[str] = []
     for row in values.reshape(rows, size):
         order = _largest(row, kept)
-        for value, index in zip(row[order].tolist(), order.tolist(), strict=True):
-            text = form % (value, index)
-            label = labels[index] if index < len(labels) else ""
-            texts.append(f"{text}:{label}" if label else text)
+        for at in range(0, kept, AT_ONCE):
+            if at:
+                sleep(0)
+            piece = order[at : at + AT_ONCE]
+            for value, index in zip(row[piece].tolist(), piece.tolist(), strict=True):
+                text = form % (value, index)
+                label = labels[index] if index < len(labels) else ""
+                texts.append(f"{text}:{label}" if label else text)
     shape = (rows, kept) if batched and tensor.shape else (kept,)
     return Tensor(tensor.name, DataType.BYTES, shape, pack_bytes(texts))
 

@@ -17,7 +17,7 @@ import numpy as np
 from tritonclient.grpc import service_pb2 as pb
 
 from naiad.config.model_config import ModelConfig
-from naiad.datatypes import BY_NAME, LARGE, Buffer, DataType, TakesLong
+from naiad.datatypes import AT_ONCE, BY_NAME, LARGE, Buffer, DataType, TakesLong
 from naiad.errors import Internal, InvalidArgument, NaiadError
 from naiad.messages import InferRequest, InferResponse, ParameterValue, SequenceControl, Tensor, Unread
 from naiad.protocol.outputs import ALL_BINARY, OutputPlan, OutputSpec, classify, plan_of
@@ -91,8 +91,6 @@ _STREAM_ERROR_TAG = bytes((1 << 3 | 2,))
 _STREAM_RESPONSE_TAG = bytes((2 << 3 | 2,))
 _EMPTY_RAW_OUTPUT = _RAW_OUTPUT_TAG + b"\0"
 _TEXT_SIZE = struct.Struct("<I")
-#: So many elements are converted in about 5 ms.
-_AT_ONCE = 1 << 15
 #: What no number on the wire exceeds: ten bytes of seven bits each.
 _VARINT_BITS = 70
 
@@ -405,10 +403,10 @@ def _pack_texts(contents: Any, datatype: DataType) -> bytes:
     elements = contents.bytes_contents
     pieces: list[bytes] = []
     # In pieces, which takes a third of the time, and between which other threads can run.
-    for at in range(0, len(elements), _AT_ONCE):
+    for at in range(0, len(elements), AT_ONCE):
         if at:
             sleep(0)
-        texts = elements[at : at + _AT_ONCE]
+        texts = elements[at : at + AT_ONCE]
         pieces.append(b"".join(chain.from_iterable(zip(map(_TEXT_SIZE.pack, map(len, texts)), texts, strict=True))))
     return b"".join(pieces)
 
@@ -420,8 +418,8 @@ def _pack_as(field: str) -> Callable[[Any, DataType], bytes]:
         elements = getattr(contents, field)
         # In pieces, between which other threads can run.
         pieces = [
-            np.array(elements[at : at + _AT_ONCE], dtype=wide).astype(datatype.numpy).tobytes()
-            for at in range(0, len(elements), _AT_ONCE)
+            np.array(elements[at : at + AT_ONCE], dtype=wide).astype(datatype.numpy).tobytes()
+            for at in range(0, len(elements), AT_ONCE)
         ]
         return b"".join(pieces)
 

@@ -13,7 +13,7 @@ from naiad.config.parse import parse_text
 from naiad.datatypes import DataType, pack_bytes
 from naiad.errors import Internal, InvalidArgument, NaiadError
 from naiad.messages import InferResponse, SequenceControl, Tensor
-from naiad.protocol.json_codec import decode_raw_request, decode_request, encode_response, header_length
+from naiad.protocol.json_codec import decode_raw_request, decode_request, encode_response, header_length, json_data
 from naiad.protocol.json_text import dump, members_as_given, parse
 from naiad.protocol.outputs import ALL_BINARY, ALL_JSON, OutputPlan, OutputSpec, plan_of
 
@@ -112,6 +112,12 @@ class TestData:
     )
     def test_values(self, datatype: str, values: list[Any], expected: bytes) -> None:
         assert data_of(datatype, values) == expected
+
+    def test_many_texts_are_as_few_are(self) -> None:
+        texts = ["x" * (number % 3) for number in range(70_000)]
+        packed = pack_bytes(texts)
+        assert data_of("BYTES", texts) == packed
+        assert json_data(Tensor("a", DataType.BYTES, (len(texts),), packed)) == texts
 
     def test_nested(self) -> None:
         flat = struct.pack("<4i", 1, 2, 3, 4)

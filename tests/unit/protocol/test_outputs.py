@@ -92,3 +92,8 @@ def test_a_few_of_many_are_those_that_sorting_all_finds(values: list[float], cou
     assert [int(text.rpartition(":")[2]) for text in everything] == sorted(
         range(len(values)), key=lambda index: (not math.isnan(values[index]), -values[index], index)
     )
+
+
+def test_many_classes_are_as_few_are() -> None:
+    result = classify(tensor(DataType.INT32, [list(range(70_000))]), 70_000, [], True)
+    assert texts(result) == [f"{number}:{number}" for number in reversed(range(70_000))]
