@@ -39,7 +39,7 @@ class OneShot:
 
 
 class Link(Protocol):
-    """The way of an instance's results to the server. `outputs` is the output arena."""
+    """The way of an instance's results to the server. `outputs` is the output arena; a fork gets another one."""
 
     outputs: memoryview
 
@@ -178,8 +178,6 @@ class _Outputs:
         self._link = link
         self._signature = signature
         self._byte_limit = byte_limit
-        self._arena = link.outputs
-        self._arena_size = len(self._arena)
         self._at = 0
 
     def begin(self) -> None:
@@ -191,8 +189,9 @@ class _Outputs:
         total = 0
         for output in packed:
             total = arena.aligned(total) + output.byte_size
-        if in_arena and self._at + total <= self._arena_size:
-            data, at, one_shot = self._arena, self._at, None
+        memory = self._link.outputs
+        if in_arena and self._at + total <= len(memory):
+            data, at, one_shot = memory, self._at, None
             self._at = arena.aligned(at + total)
         elif total <= INLINE_LIMIT:
             return [

@@ -115,6 +115,11 @@ class SocketLink:
     def close(self) -> None:
         self._channel.close()
 
+    def forked(self) -> None:
+        """This is a child that model code has forked: what it does with results is to have no effect."""
+        self.close()
+        self.outputs = arena.private(len(self.outputs))
+
 
 def _has_failure(responses: Sequence[Response]) -> bool:
     return any(response.failure is not None for response in responses)
@@ -166,10 +171,14 @@ class Host:
         os.register_at_fork(after_in_child=self._forked)
 
     def _forked(self) -> None:
-        """Model code has forked: the child has this host's sockets, but is not this host and must answer nothing."""
+        """Model code has forked: the child has this host's sockets and arenas, but is not this host and must answer
+        nothing."""
         self._is_fork = True
         for link in self._links:
-            link.close()
+            if isinstance(link, SocketLink):
+                link.forked()
+            else:
+                link.close()
 
     def _end_if_forked(self) -> None:
         """Where model code has come back to us, in a child that did not end by itself."""
