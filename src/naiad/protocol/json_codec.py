@@ -19,6 +19,7 @@ from naiad.config.model_config import ModelConfig
 from naiad.datatypes import AT_ONCE, BY_NAME, BY_NUMBER, Buffer, DataType
 from naiad.errors import Internal, InvalidArgument
 from naiad.messages import InferRequest, InferResponse, ParameterValue, SequenceControl, Tensor, Unread
+from naiad.protocol.correlation import correlation_text
 from naiad.protocol.json_numbers import parse_request
 from naiad.protocol.json_text import (
     IS_BOOLEAN,
@@ -276,7 +277,7 @@ def _read_parameters(
         if key == "sequence_id":
             in_sequence = True
             unsigned = type(item) is int and item >= 0
-            correlation_id = item if unsigned else string_member(given, key, lead)
+            correlation_id = item if unsigned else correlation_text(string_member(given, key, lead))
         elif key == "sequence_start":
             in_sequence = True
             start = boolean_member(given, key, lead)

@@ -20,6 +20,7 @@ from naiad.config.model_config import ModelConfig
 from naiad.datatypes import AT_ONCE, BY_NAME, LARGE, Buffer, DataType, TakesLong
 from naiad.errors import Internal, InvalidArgument, NaiadError
 from naiad.messages import InferRequest, InferResponse, ParameterValue, SequenceControl, Tensor, Unread
+from naiad.protocol.correlation import correlation_text
 from naiad.protocol.outputs import ALL_BINARY, OutputPlan, OutputSpec, classify, plan_of
 from naiad.protocol.regions import OutputRegion, Regions, RegionUse, is_local_peer
 from naiad.protocol.templates import LARGEST, MOST, RequestTemplate
@@ -310,6 +311,8 @@ def _request_parameters(given: Mapping[str, Message]) -> _Parameters:
             sequence_id = _choice(key, value, "int64_param", "string_param", "uint64_param")
             if isinstance(sequence_id, int):
                 sequence_id %= 2**64
+            else:
+                correlation_text(sequence_id)
         elif key == "sequence_start":
             start = _choice(key, value, "bool_param")
         elif key == "sequence_end":

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from naiad.config.model_config import ModelConfig
 from naiad.config.parse import parse_text
 from naiad.datatypes import DataType, pack_bytes
-from naiad.errors import Internal, InvalidArgument, NaiadError
+from naiad.errors import Internal, InvalidArgument, NaiadError, Unsupported
 from naiad.messages import InferResponse, SequenceControl, Tensor
 from naiad.protocol.json_codec import decode_raw_request, decode_request, encode_response, header_length, json_data
 from naiad.protocol.json_text import dump, members_as_given, parse
@@ -184,6 +184,10 @@ INPUT = item("INT32", [1])
 
 
 class TestRequest:
+    def test_long_correlation_id(self) -> None:
+        with pytest.raises(Unsupported, match="string correlation ID cannot be longer than 128 characters"):
+            decode({"inputs": [INPUT], "parameters": {"sequence_id": "x" * 129}})
+
     def test_plain(self) -> None:
         request, plan = decode({"id": "x", "inputs": [INPUT], "color": "red"})
         assert (request.model_name, request.model_version, request.id) == ("m", -1, "x")

@@ -396,6 +396,18 @@ def test_parameters_that_are_refused() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("id", "is_taken"), [("x" * 128, True), ("x" * 129, False), ("\xe9" * 64, True), ("\xe9" * 65, False)]
+)
+def test_correlation_ids_have_128_bytes_at_most(id: str, is_taken: bool) -> None:
+    asked = message(parameters={"sequence_id": parameter(string_param=id)})
+    if is_taken:
+        assert read(asked)[0].sequence == SequenceControl(id)
+    else:
+        with pytest.raises(Unsupported, match="string correlation ID cannot be longer than 128 characters"):
+            read(asked)
+
+
 def test_a_timeout_has_no_sign() -> None:
     assert read(message(parameters={"timeout": parameter(int64_param=-1)}))[0].timeout_us == 2**64 - 1
 
