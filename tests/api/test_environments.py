@@ -59,6 +59,8 @@ def test_a_model_runs_in_the_environment_it_names_beside_others(server: Server, 
         server.http.load(name)
         assert server.http.do(name, WHERE) == prefix
     assert server.http.do("default", WHERE) == sys.prefix
+    # What the gRPC library says of a server that forks.
+    assert "fork" not in server.log
 
 
 def test_an_environment_that_is_not_there_is_the_models_error(server: Server) -> None:

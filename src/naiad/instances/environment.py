@@ -278,21 +278,21 @@ class BackendEnvironment:
     async def _probe(self) -> None:
         """Raises InvalidArgument for an interpreter that cannot run naiad, neither its own nor the server's."""
         try:
-            process = await asyncio.create_subprocess_exec(
-                self.interpreter,
-                "-c",
-                _PROBE,
+            # Not by the loop, which forks: gRPC's library would log that it does not like that.
+            process = await asyncio.to_thread(
+                subprocess.run,
+                [self.interpreter, "-c", _PROBE],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 cwd="/",
+                check=False,
             )
         except OSError as error:
             raise Unavailable(
                 f"cannot start '{self.interpreter}' for backend '{self.backend}': {error.strerror}"
             ) from error
-        output, _ = await process.communicate()
-        said = output.decode(errors="replace").strip()
+        said = process.stdout.decode(errors="replace").strip()
         version, _, has_naiad = said.rpartition("\n")[2].partition(" ")
         if process.returncode != 0:
             raise InvalidArgument(f"'{self.interpreter}' is no Python that works: {said}")
