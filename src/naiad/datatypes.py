@@ -16,7 +16,7 @@ from naiad.errors import InvalidArgument
 
 Buffer = bytes | bytearray | memoryview
 
-#: What has to be looked through or converted element by element is given to a thread from this many bytes on, so that
+#: What has to be read or converted element by element is given to a thread from this many bytes on, so that
 #: the event loop goes on.
 LARGE = 1 << 20
 #: So many elements are looked through or converted in about 5 ms. Compiled, a thread lets others run only where it says

@@ -3,9 +3,10 @@
 import asyncio
 import time
 
+from naiad.datatypes import LARGE
 from naiad.errors import InvalidArgument, NaiadError
 from naiad.frontends.http.connection import Exchange
-from naiad.frontends.http.inference import LARGE, HeaderForwarding, InferenceEngine
+from naiad.frontends.http.inference import HeaderForwarding, InferenceEngine
 from naiad.frontends.http.replies import EVENTS, JSON
 from naiad.frontends.http.streaming import Message, Messages, send_all
 from naiad.messages import InferResponse, Result

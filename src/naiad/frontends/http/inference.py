@@ -10,6 +10,7 @@ import time
 from collections.abc import Coroutine, Mapping
 from typing import Any, Never, Protocol
 
+from naiad.datatypes import LARGE
 from naiad.errors import InvalidArgument, NaiadError, NotFound, Unsupported
 from naiad.frontends.http.compression import ENCODINGS, choose, compress, decompress
 from naiad.frontends.http.connection import Exchange, Headers
@@ -33,8 +34,6 @@ from naiad.telemetry.trace import TraceSettings, off
 
 #: A request, how to answer it, and its way to the regions where there are any.
 Decoded = tuple[InferRequest, OutputPlan, RegionUse | None]
-#: JSON texts from this many bytes on are read and written in a thread, so that the loop goes on.
-LARGE = 1 << 20
 #: How long after a large text what reading it took is kept for the next one.
 _KEPT_S = 5.0
 UNKNOWN_ENCODING: Headers = [*PLAIN, ("accept-encoding", "gzip, deflate")]

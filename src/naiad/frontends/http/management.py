@@ -11,9 +11,9 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 from naiad.config.model_config import ModelConfig
+from naiad.datatypes import LARGE
 from naiad.errors import Internal, InvalidArgument, NaiadError, NotFound, Unsupported
 from naiad.frontends.http.connection import Exchange
-from naiad.frontends.http.inference import LARGE
 from naiad.frontends.http.replies import JSON, PLAIN, reply_json
 from naiad.metadata import IndexEntry, ModelMetadata, ServerMetadata
 from naiad.protocol import documents

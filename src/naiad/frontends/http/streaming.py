@@ -9,10 +9,11 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from naiad.datatypes import LARGE
 from naiad.errors import InvalidArgument, NaiadError, Unsupported
 from naiad.frontends.http.compression import ENCODINGS
 from naiad.frontends.http.connection import Exchange, Headers
-from naiad.frontends.http.inference import LARGE, UNKNOWN_ENCODING, Inference, output_regions
+from naiad.frontends.http.inference import UNKNOWN_ENCODING, Inference, output_regions
 from naiad.frontends.http.replies import EVENTS, JSON, LINES, reply_error
 from naiad.messages import InferResponse, Result
 from naiad.protocol.json_codec import encode_response
