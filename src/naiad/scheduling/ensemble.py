@@ -301,8 +301,8 @@ class _Run:
             if running is not None:
                 running.cancel()
         try:
-            # Triton counts a failed request of an ensemble twice: as it answers it, and when the last step has ended.
-            self._call.fail(error or Cancelled(""), "OTHER", times=2)
+            # Triton counts a failed request of an ensemble as it answers it, and once more if no step is under way then.
+            self._call.fail(error or Cancelled(""), "OTHER", times=1 if steps and error is not None else 2)
         except Exception as problem:
             self._scheduler.report(
                 f"an error of ensemble '{self._scheduler.config.name}' could not be passed on", problem

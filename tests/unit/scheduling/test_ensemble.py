@@ -189,6 +189,7 @@ def test_the_error_of_one_step_cancels_the_others() -> None:
     assert bench.calls[1].cancelled
     bench.calls[1].answer(Y=2)
     assert len(bench.sink.results) == 1
+    assert bench.lease.statistics.infer.fail.count == 1
 
 
 def test_cancelling_reaches_the_steps() -> None:
