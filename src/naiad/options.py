@@ -214,7 +214,7 @@ def _cache_setting(text: str) -> Setting:
         raise ValueError(
             f"No cache specified. --cache-config option format is <cache name>,<setting>=<value>. Got {text}"
         )
-    return Setting(scope, *_key_value(rest, "--cache-config", "<cache name>,<setting>=<value>", text))
+    return Setting(scope, *_key_value(rest, "--cache-config", "'<cache name>,<setting>=<value>'", text))
 
 
 def _trace_setting(text: str) -> Setting:

@@ -152,6 +152,12 @@ def test_values_of_options_that_may_be_off(name, text, value):
         ("backend_config", "onnx,a", "Got onnx,a"),
         ("backend_config", ",a=b", "No backend specified."),
         ("metrics_config", "a", "--metrics-config option format is <setting>=<value>. Got a"),
+        (
+            "cache_config",
+            "local,size",
+            "--cache-config option format is '<cache name>,<setting>=<value>'. Got local,size",
+        ),
+        ("cache_config", "local", "--cache-config option format is <cache name>,<setting>=<value>. Got local"),
         ("metrics_config", "latencies=true", "unknown metrics setting 'latencies'"),
         ("metrics_config", "counter_latencies=maybe", "invalid value for bool option: maybe"),
         ("metrics_config", "summary_quantiles=0.5", "for example 0.5:0.05. Got 0.5"),
