@@ -36,6 +36,7 @@ from naiad.telemetry.trace import TraceSettings, off
 Decoded = tuple[InferRequest, OutputPlan, RegionUse | None]
 #: How long after a large text what reading it took is kept for the next one.
 _KEPT_S = 5.0
+_DECOUPLED = "HTTP end point doesn't support models with decoupled transaction policy"
 UNKNOWN_ENCODING: Headers = [*PLAIN, ("accept-encoding", "gzip, deflate")]
 
 
@@ -178,7 +179,7 @@ class Inference:
         thread, by the coroutine that is returned then."""
         model: ServedModel = self.engine.model(name, version)
         if model.decoupled:
-            raise Unsupported("HTTP end point doesn't support models with decoupled transaction policy")
+            raise Unsupported(_DECOUPLED)
         facts = self._facts(exchange)
         body = exchange.body
         if facts.encoding is not None:
@@ -209,7 +210,11 @@ class Inference:
             start_ns = time.monotonic_ns() if self.traces.active else 0
             request, plan, use = await self._decode_slowly(exchange, model, version, body, json_size)
             exchange.require_client()
-            self._submit(exchange, self.engine.model(model.name, version), request, plan, use, start_ns)
+            # It may be another one by now.
+            model = self.engine.model(model.name, version)
+            if model.config.decoupled:
+                raise Unsupported(_DECOUPLED)
+            self._submit(exchange, model, request, plan, use, start_ns)
         except NaiadError as error:
             reply_error(exchange, error, JSON)
 

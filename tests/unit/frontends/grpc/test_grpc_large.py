@@ -116,6 +116,22 @@ async def test_what_is_wrong_with_a_large_request(stub: Any) -> None:
     assert (code, text) == (StatusCode.INTERNAL, "unexpected error: a bug")
 
 
+async def test_a_model_that_is_replaced_by_one_of_another_kind_meanwhile(
+    stub: Any, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decode = servicer.decode
+
+    def replace(*given: Any) -> Any:
+        engine.models["identity"] = engine.models["repeat"]
+        return decode(*given)
+
+    monkeypatch.setattr(servicer, "decode", replace)
+    assert await refusal(stub.ModelInfer(typed())) == (
+        StatusCode.UNAVAILABLE,
+        "model 'identity' has just been replaced; send the request again",
+    )
+
+
 async def test_a_large_request_whose_client_has_left_is_not_run(
     stub: Any, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

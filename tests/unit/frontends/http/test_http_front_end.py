@@ -233,6 +233,20 @@ class TestInfer:
         answer = await client.post("/v2/models/ident_fp32/infer", document)
         assert np.array_equal(np.array(answer.json["outputs"][0]["data"], np.float32), values)
 
+    async def test_a_model_that_becomes_decoupled_while_a_large_request_is_read(
+        self, client: Client, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        decode_request = inference.decode_request
+
+        def replace(*given: Any) -> Any:
+            engine.models["add_sub"] = engine.models["gen_decoupled"]
+            return decode_request(*given)
+
+        monkeypatch.setattr(inference, "decode_request", replace)
+        answer = await client.post(INFER, json.dumps(ADD_SUB).encode() + b" " * (1 << 20))
+        text = "HTTP end point doesn't support models with decoupled transaction policy"
+        assert answer.error == (501, "application/json", text)
+
     @pytest.mark.parametrize("binary", [False, True])
     async def test_classes_of_large_outputs_are_found_in_a_thread(
         self, client: Client, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, binary: bool
