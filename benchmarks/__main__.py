@@ -31,7 +31,7 @@ def take_turn(
     """
     seconds = options.seconds * workload.stretch
     if server == "loop":
-        return dict.fromkeys(levels, workload.loop(repository, options.cores, seconds))
+        return {level: workload.loop(repository, options.cores, seconds, level) for level in levels}
     model = workload.models[0]
     inputs = workload.inputs()
     expected = workload.expected(inputs, repository / model)
@@ -42,7 +42,7 @@ def take_turn(
         for level in levels:
             parts = (running, workload.form, inputs, expected, level)
             if workload.more_is_better:
-                workload.measure(Task(*parts, options.warm_up, options.cores[-1]))
+                workload.measure(Task(*parts, options.warm_up * workload.stretch, options.cores[-1]))
             run = measure(workload, Task(*parts, seconds, options.cores[-1]))
             if not run.value:
                 break

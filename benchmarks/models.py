@@ -5,6 +5,8 @@ from the framework itself.
 """
 
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,18 +24,24 @@ MANY = 100
 
 @dataclass(frozen=True)
 class Model:
-    """A `config.pbtxt` without its name, and what makes the model's file: model code or an ONNX graph."""
+    """A `config.pbtxt` without its name, and what makes the model's file: model code or an ONNX graph, which `framework`
+    may turn into a model of its own."""
 
     config: str
     code: str = ""
     graph: Callable[[], onnx.ModelProto] | None = None
+    framework: str = ""
 
     def write(self, repository: Path, name: str) -> None:
         version = repository / name / "1"
         version.mkdir(parents=True)
         (version.parent / "config.pbtxt").write_text(f'name: "{name}"\n{self.config}')
         if self.graph:
-            onnx.save_model(self.graph(), str(version / "model.onnx"))
+            file = version / "model.onnx"
+            onnx.save_model(self.graph(), str(file))
+            if self.framework:
+                command = [sys.executable, "-m", "benchmarks.frameworks", self.framework, str(file), str(version)]
+                subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         if self.code:
             shutil.copyfile(CODE / f"{self.code}.py", version / "model.py")
 
@@ -58,6 +66,14 @@ def _onnx(graph: Callable[[], onnx.ModelProto], max_batch_size: int, backend: st
     """The tensors are left to the server to complete."""
     batching = "dynamic_batching { }\n" if max_batch_size else ""
     return Model(f'backend: "{backend}"\nmax_batch_size: {max_batch_size}\n{batching}', graph=graph)
+
+
+def _classifier(framework: str, backend: str) -> Model:
+    tensors = """input [ { name: "INPUT0" data_type: TYPE_FP32 dims: [ 3, 224, 224 ] } ]
+output [ { name: "OUTPUT0" data_type: TYPE_FP32 dims: [ 1000 ] } ]
+"""
+    onnx_model = _onnx(resnet50, 8, backend)
+    return Model(onnx_model.config + tensors, graph=onnx_model.graph, framework=framework)
 
 
 def _model(
@@ -187,6 +203,8 @@ MODELS = {
     "mlp": _onnx(mlp, 64),
     "resnet50": _onnx(resnet50, 8),
     "resnet50_openvino": _onnx(resnet50, 8, "openvino"),
+    "resnet50_torch": _classifier("torch", "pytorch"),
+    "resnet50_tensorflow": _classifier("tensorflow", "tensorflow"),
     **{f"onnx{index}": _onnx(add_sub, 64) for index in range(MANY)},
     **{f"python{index}": _python("identity") for index in range(MANY)},
 }

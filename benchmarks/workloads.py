@@ -86,7 +86,7 @@ class Workload:
     measure: Callable[[Task], Measurement] = load.closed_loop
     unit: str = "requests/s"
     flags: tuple[str, ...] = ()
-    #: How many times as long as others it is measured, where an answer takes long.
+    #: How many times as long as others it warms up and is measured, where an answer takes long.
     stretch: int = 1
     #: Parameters of the request that is checked; None where `measure` checks the answers itself.
     checked: dict[str, int | bool] | None = field(default_factory=dict)
@@ -105,10 +105,11 @@ class Workload:
         if wrong:
             raise RuntimeError(f"{running.server.name}, {self.name}: {wrong}")
 
-    def loop(self, repository: Path, cores: list[int], seconds: int) -> Measurement:
-        """Calls the framework in a loop, on the cores of the servers."""
-        file = repository / self.models[0] / "1" / "model.onnx"
-        command = [sys.executable, "-m", "benchmarks.direct", self.direct, str(file), str(seconds), str(len(cores))]
+    def loop(self, repository: Path, cores: list[int], seconds: int, batch: int) -> Measurement:
+        """Calls the framework in a loop with so many images at once, on the cores of the servers."""
+        folder = repository / self.models[0] / "1"
+        command = [sys.executable, "-m", "benchmarks.direct", self.direct, str(folder)]
+        command += [str(seconds), str(len(cores)), str(batch)]
         pinned = ["taskset", "-c", ",".join(map(str, cores)), *command]
         return Measurement(**json.loads(subprocess.check_output(pinned, text=True).splitlines()[-1]))
 
@@ -150,6 +151,8 @@ def _onnx() -> list[Workload]:
         small("ONNX MLP 784-256-10, HTTP JSON", ("mlp",), inputs=numbers(784)),
         images("ResNet-50, ONNX Runtime", ("resnet50",), servers=("loop", *NO_TRITON), direct="onnxruntime"),
         images("ResNet-50, OpenVINO", ("resnet50_openvino",), servers=("loop", "naiad"), direct="openvino"),
+        images("ResNet-50, PyTorch", ("resnet50_torch",), servers=("loop", "naiad"), direct="torch"),
+        images("ResNet-50, TensorFlow", ("resnet50_tensorflow",), servers=("loop", "naiad"), direct="tensorflow"),
     ]
 
 

@@ -1,5 +1,7 @@
 """The models of the benchmark compute what they say."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -40,3 +42,19 @@ def test_a_model_is_written_as_a_repository_has_it(tmp_path: Path) -> None:
         "ensemble/config.pbtxt",
     }  # fmt: skip
     assert 'name: "add_sub"' in (tmp_path / "add_sub" / "config.pbtxt").read_text()
+
+
+@pytest.mark.parametrize("framework", ["torch", "tensorflow"])
+def test_resnet50_of_a_framework_computes_the_same(framework: str, tmp_path: Path) -> None:
+    pytest.importorskip(framework)
+    models.write(tmp_path, (f"resnet50_{framework}",))
+    folder = tmp_path / f"resnet50_{framework}" / "1"
+    images = np.random.default_rng(0).random((2, 3, 224, 224), dtype=np.float32)
+    (want,) = onnxruntime.InferenceSession(folder / "model.onnx").run(["OUTPUT0"], {"INPUT0": images})
+    program = (
+        "import sys, numpy; from benchmarks.direct import FRAMEWORKS; framework, folder = sys.argv[1:]\n"
+        "numpy.save(f'{folder}/found.npy', FRAMEWORKS[framework](folder, 1)(numpy.load(f'{folder}/images.npy')))"
+    )
+    np.save(folder / "images.npy", images)
+    subprocess.run([sys.executable, "-c", program, framework, str(folder)], check=True, capture_output=True)
+    np.testing.assert_allclose(np.load(folder / "found.npy"), want, rtol=1e-2, atol=1e-3)
