@@ -111,19 +111,20 @@ async def _serve(options: ServerOptions) -> int:
         file=options.log_file,
     )
     bridge(log)
-    stop = asyncio.Event()
+    stop, hurry = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+        loop.add_signal_handler(number, lambda: (hurry if stop.is_set() else stop).set())
     try:
-        return await _run(options, log, stop)
+        return await _run(options, log, stop, hurry)
     finally:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
         log.close()
 
 
-async def _run(options: ServerOptions, log: Log, stop: asyncio.Event) -> int:
+async def _run(options: ServerOptions, log: Log, stop: asyncio.Event, hurry: asyncio.Event) -> int:
+    """`stop` is the first signal, `hurry` another one: whoever sends it does not want to wait for idle clients."""
     server = Server(options, log)
     loading = asyncio.ensure_future(server.start())
     stopping = asyncio.ensure_future(stop.wait())
@@ -145,7 +146,7 @@ async def _run(options: ServerOptions, log: Log, stop: asyncio.Event) -> int:
             return 1
         await stop.wait()
         log.info("Signal received, shutting down")
-        await server.drain()
+        await server.drain(hurry)
     finally:
         stopping.cancel()
         in_time = await server.close()
@@ -181,18 +182,19 @@ class Server:
         """Loads the models and listens. Raises NaiadError for a port or an option that cannot be had."""
         await self._stack.enter_async_context(self._running())
 
-    async def drain(self) -> None:
+    async def drain(self, hurry: asyncio.Event) -> None:
         """Lets what has begun end, for `--exit-timeout-secs` in all, and says once a second what is left, as Triton does:
         HTTP takes no new connections until the last one is closed; then models take nothing new until the last request
-        is answered and the last sequence has ended. gRPC is served all the time."""
+        is answered and the last sequence has ended. gRPC is served all the time. Once `hurry` is set, HTTP connections
+        that are idle are not waited for."""
         left = self.options.exit_timeout_secs
         self._close_by = time.monotonic() + left
         http, manager, log = self._listening.http, self._models, self.log
         if http is not None:
             await http.refuse()
-            while left > 0 and (count := http.connection_count):
+            while left > 0 and not hurry.is_set() and (count := http.connection_count):
                 log.info(f"Timeout {left}: Found {count} HTTP service connections")
-                await _second(lambda: not http.connection_count)
+                await _second(lambda: hurry.is_set() or not http.connection_count)
                 left -= 1
         self.engine.exiting()
         log.info("Waiting for in-flight requests to complete.")

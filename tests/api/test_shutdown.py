@@ -89,6 +89,27 @@ def test_idle_connections_of_http_keep_the_server_for_the_exit_timeout(repositor
         known.close()
 
 
+def test_a_second_signal_does_not_wait_for_idle_connections(repository, tmp_path):
+    gate = Gate(tmp_path)
+    repository.doer("model")
+    with Server(repository).started() as server:
+        known = http.client.HTTPConnection("127.0.0.1", server.ports[0])
+        known.request("GET", "/v2/health/ready")
+        known.getresponse().read()
+        running = server.ask(server.http.do, "model", gate.do)
+        gate.reached()
+        server.signal(signal.SIGINT)
+        server.says("Timeout 30: Found 2 HTTP service connections")
+        server.signal(signal.SIGINT)
+        server.says("Model 'model' (version 1) has 1 in-flight inferences")
+        gate.open()
+        assert running.result(60) == "model 1"
+        began = time.monotonic()
+        assert server.wait() == 0
+        assert time.monotonic() - began < 10
+        known.close()
+
+
 def test_what_an_ensemble_has_begun_goes_on_and_new_ones_name_themselves(repository, tmp_path):
     gate = Gate(tmp_path)
     repository.doer("first")
