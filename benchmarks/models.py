@@ -62,18 +62,10 @@ instance_group [ {{ count: 1 kind: KIND_CPU }} ]
     return Model(config, code)
 
 
-def _onnx(graph: Callable[[], onnx.ModelProto], max_batch_size: int, backend: str = "onnxruntime") -> Model:
+def _onnx(graph: Callable[[], onnx.ModelProto], max_batch_size: int) -> Model:
     """The tensors are left to the server to complete."""
     batching = "dynamic_batching { }\n" if max_batch_size else ""
-    return Model(f'backend: "{backend}"\nmax_batch_size: {max_batch_size}\n{batching}', graph=graph)
-
-
-def _classifier(framework: str, backend: str) -> Model:
-    tensors = """input [ { name: "INPUT0" data_type: TYPE_FP32 dims: [ 3, 224, 224 ] } ]
-output [ { name: "OUTPUT0" data_type: TYPE_FP32 dims: [ 1000 ] } ]
-"""
-    onnx_model = _onnx(resnet50, 8, backend)
-    return Model(onnx_model.config + tensors, graph=onnx_model.graph, framework=framework)
+    return Model(f'backend: "onnxruntime"\nmax_batch_size: {max_batch_size}\n{batching}', graph=graph)
 
 
 def _model(
@@ -168,6 +160,18 @@ def resnet50() -> onnx.ModelProto:
     return _model(nodes, [_tensor("INPUT0", "n", 3, 224, 224)], [_tensor("OUTPUT0", "n", 1000)], weights)
 
 
+def _classifier(framework: str, backend: str) -> Model:
+    """ResNet-50 in one instance, which has all cores, as the loop has. `framework` "" takes the ONNX file as it is."""
+    config = f"""backend: "{backend}"
+max_batch_size: 8
+input [ {{ name: "INPUT0" data_type: TYPE_FP32 dims: [ 3, 224, 224 ] }} ]
+output [ {{ name: "OUTPUT0" data_type: TYPE_FP32 dims: [ 1000 ] }} ]
+instance_group [ {{ count: 1 kind: KIND_CPU }} ]
+dynamic_batching {{ }}
+"""
+    return Model(config, graph=resnet50, framework=framework)
+
+
 _STEP = """  {{ model_name: "step{0}" model_version: -1
     input_map {{ key: "INPUT0" value: "{1}" }} output_map {{ key: "OUTPUT0" value: "{2}" }} }}"""
 _ENSEMBLE = f"""platform: "ensemble"
@@ -201,8 +205,8 @@ MODELS = {
     "accumulate": _python("accumulate", "INT32", "1", _SEQUENCES),
     "add_sub": _onnx(add_sub, 64),
     "mlp": _onnx(mlp, 64),
-    "resnet50": _onnx(resnet50, 8),
-    "resnet50_openvino": _onnx(resnet50, 8, "openvino"),
+    "resnet50": _classifier("", "onnxruntime"),
+    "resnet50_openvino": _classifier("", "openvino"),
     "resnet50_torch": _classifier("torch", "pytorch"),
     "resnet50_tensorflow": _classifier("tensorflow", "tensorflow"),
     **{f"onnx{index}": _onnx(add_sub, 64) for index in range(MANY)},
