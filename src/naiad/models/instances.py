@@ -20,6 +20,7 @@ from naiad.models.placement import Exchange, exchange, placed_instances
 from naiad.models.warmup import warm_up
 from naiad.scheduling.rate_limit import Claim, NoLimiter, Placed, RateLimiter
 from naiad.scheduling.turns import TurnScheduler
+from naiad.statistics import ModelStatistics
 from naiad.telemetry.log import Log
 
 
@@ -40,6 +41,7 @@ class VersionInstances:
         hosted: HostedModel | ThreadModel,
         limiter: NoLimiter | RateLimiter,
         version: int,
+        statistics: ModelStatistics,
         directory: Path,
         log: Log,
         gpu_limits: GpuLimits,
@@ -47,6 +49,7 @@ class VersionInstances:
         self.hosted = hosted
         self._limiter = limiter
         self._version = version
+        self.statistics = statistics
         self._directory = directory
         self._log = log
         self._gpu_limits = gpu_limits
@@ -84,7 +87,7 @@ class VersionInstances:
         instances = await self.hosted.load(config.as_dict(), contexts)
         try:
             await self._gpu_limits.check(contexts)
-            await warm_up(config, self._version, self._directory, instances, self._log)
+            await warm_up(config, self._version, self._directory, instances, self.statistics, self._log)
         except BaseException:
             await self.hosted.remove(instances, 0.0)
             raise

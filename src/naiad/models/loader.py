@@ -101,7 +101,10 @@ class ModelLoader:
                 interpreter=interpreter,
             )
         )
-        instances = VersionInstances(hosted, self._limiter, version, Path(draft.directory), self._log, self._gpu_limits)
+        statistics = ModelStatistics(draft.name, str(version), infer=self._infer_statistics())
+        instances = VersionInstances(
+            hosted, self._limiter, version, statistics, Path(draft.directory), self._log, self._gpu_limits
+        )
         try:
             return await self._load_into(instances, draft, version, start)
         except BaseException:
@@ -131,7 +134,7 @@ class ModelLoader:
         config = finish(draft, proposal, uses_gpus=hosted.uses_gpus)
         labels = await asyncio.to_thread(read_labels, draft.directory, config)
         loaded = await instances.load(config, placed_instances(config))
-        statistics = ModelStatistics(config.name, str(version), infer=self._infer_statistics())
+        statistics = instances.statistics
         scheduler = await self._scheduler(draft, config, [each.instance for each in loaded], statistics)
         instances.begin(scheduler, loaded)
         return Model(

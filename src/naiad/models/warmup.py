@@ -1,12 +1,13 @@
 """Warm-up: runs the samples of `model_warmup` on every instance before a version turns READY. On the event loop.
 
-A sample is a batch of `batch_size` requests of one row. It goes past scheduler and statistics, straight to the
-instance. For a model with the sequence batcher each of its requests is a sequence of its own, start and end at once,
+A sample is a batch of `batch_size` requests of one row. It goes past the scheduler, straight to the instance; statistics
+count it, as Triton's do. For a model with the sequence batcher each of its requests is a sequence of its own, start and end at once,
 and gets the control inputs and states that the sample does not give itself. What a model answers is thrown away; an
 error fails the load.
 """
 
 import asyncio
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -19,7 +20,10 @@ from naiad.instances.instance import ComputeTimes, Instance
 from naiad.messages import InferRequest, Result, SequenceControl, Tensor
 from naiad.models.check import RequestCheck
 from naiad.scheduling.controls import Controls, elements
+from naiad.scheduling.queue import Queued
 from naiad.scheduling.states import States, read_initial_states
+from naiad.scheduling.turns import count_execution
+from naiad.statistics import ModelStatistics
 from naiad.telemetry.log import Log
 
 _RANDOM_SEED = 0
@@ -27,14 +31,21 @@ _RANDOM_SEED = 0
 _LABEL = InferRequest("", ()).label
 
 
-async def warm_up(config: ModelConfig, version: int, directory: Path, instances: Sequence[Instance], log: Log) -> None:
+async def warm_up(
+    config: ModelConfig,
+    version: int,
+    directory: Path,
+    instances: Sequence[Instance],
+    statistics: ModelStatistics,
+    log: Log,
+) -> None:
     """Runs all samples, instance beside instance. Raises the error of the first sample that is wrong or fails."""
     if not config.warmup:
         return
     name = instances[0].name if instances else ""
     batches = await asyncio.to_thread(lambda: list(samples_of(config, version, directory, name)))
     outcomes = await asyncio.gather(
-        *(_run_all(config.name, batches, instance, log) for instance in instances), return_exceptions=True
+        *(_run_all(config.name, batches, instance, statistics, log) for instance in instances), return_exceptions=True
     )
     for outcome in outcomes:
         if isinstance(outcome, BaseException):
@@ -121,7 +132,11 @@ def _random(datatype: DataType, count: int) -> bytes:
 
 
 async def _run_all(
-    model: str, batches: list[tuple[WarmupSample, list[InferRequest]]], instance: Instance, log: Log
+    model: str,
+    batches: list[tuple[WarmupSample, list[InferRequest]]],
+    instance: Instance,
+    statistics: ModelStatistics,
+    log: Log,
 ) -> None:
     for sample, requests in batches:
         for iteration in range(1, sample.count + 1):
@@ -130,7 +145,7 @@ async def _run_all(
                 f"for iteration {iteration}"
             )
             try:
-                await _Run(instance, requests).ended
+                await _Run(instance, requests, statistics).ended
             except NaiadError as error:
                 # With the semicolon, which Triton puts behind each failure.
                 raise InvalidArgument(f"failed to run warmup sample '{sample.name}': {error.message}; ") from error
@@ -139,8 +154,10 @@ async def _run_all(
 class _Run:
     """One batch of a sample; an `Execution`. `ended` resolves when all is answered, with the first error."""
 
-    def __init__(self, instance: Instance, requests: Sequence[InferRequest]) -> None:
+    def __init__(self, instance: Instance, requests: Sequence[InferRequest], statistics: ModelStatistics) -> None:
         self.requests = requests
+        self._statistics = statistics
+        self._began_ns = time.monotonic_ns()
         self.rows: Sequence[int] = [1] * len(requests)
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._unanswered = len(requests)
@@ -167,6 +184,9 @@ class _Run:
 
     def complete(self, times: ComputeTimes | None, succeeded: bool = True) -> None:
         self._executing = False
+        if times is not None:
+            queued = [Queued(request, 1, None, self._began_ns) for request in self.requests]
+            count_execution(self._statistics, queued, len(queued), times, succeeded)
         self._end()
 
     def _end(self) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from naiad.errors import NaiadError, Unavailable
 from naiad.instances.instance import ComputeTimes, Instance
 from naiad.messages import InferRequest, Result
+from naiad.scheduling.queue import Queued
 from naiad.scheduling.scheduler import Call, FailureReason
 from naiad.statistics import BatchStatistics, ModelStatistics
 
@@ -134,7 +135,7 @@ class TurnScheduler(ABC):
 
 def count_execution(
     statistics: ModelStatistics,
-    calls: Sequence[Call],
+    calls: Sequence[Queued],
     total_rows: int,
     times: ComputeTimes,
     succeeded: bool,

@@ -13,6 +13,7 @@ from naiad.models.gpu_limits import GpuLimits
 from naiad.models.instances import VersionInstances
 from naiad.models.placement import placed_instances
 from naiad.scheduling.rate_limit import NoLimiter
+from naiad.statistics import ModelStatistics
 from naiad.telemetry.log import Log
 
 SHARES = {"GPU-a": 0.5, "GPU-b": 0.75}
@@ -60,7 +61,7 @@ async def test_instances_that_are_too_much_are_unloaded() -> None:
 
     config = ModelConfig(parse_text('name: "m" backend: "b" instance_group { kind: KIND_GPU count: 2 gpus: [1] }'))
     hosted: Any = Hosted()
-    instances = VersionInstances(hosted, NoLimiter(), 1, Path(), Log(), limits((1, 0.7)))
+    instances = VersionInstances(hosted, NoLimiter(), 1, ModelStatistics("m", "1"), Path(), Log(), limits((1, 0.7)))
     with pytest.raises(Unavailable, match="memory limit set for GPU 1"):
         await instances.load(config, placed_instances(config))
     assert hosted.loaded == []

@@ -11,6 +11,7 @@ from naiad.errors import Internal, InvalidArgument, NaiadError, Unavailable
 from naiad.instances.instance import ComputeTimes
 from naiad.messages import InferResponse, SequenceControl
 from naiad.models.warmup import samples_of, warm_up
+from naiad.statistics import ModelStatistics
 from naiad.telemetry.log import Log
 
 SEQUENCE = """sequence_batching {
@@ -169,7 +170,11 @@ async def test_every_sample_runs_so_often_on_every_instance(tmp_path):
     instances = [FakeInstance(), FakeInstance(responses=0)]
     log = Log()
     log.configure(verbose=1, file=str(tmp_path / "log"))
-    await warm_up(config(sample("zero_data: true", batch_size=2), count=3), 1, tmp_path, instances, log)
+    statistics = ModelStatistics("m", "1")
+    await warm_up(config(sample("zero_data: true", batch_size=2), count=3), 1, tmp_path, instances, statistics, log)
+    # As Triton counts them.
+    assert (statistics.inference_count, statistics.execution_count, statistics.infer.success.count) == (12, 6, 12)
+    assert (list(statistics.batches), statistics.infer.compute_infer.ns) == ([2], 12)
     assert [instance.executed for instance in instances] == [3, 3]
     log.close()
     logged = (tmp_path / "log").read_text()
@@ -182,20 +187,29 @@ async def test_every_sample_runs_so_often_on_every_instance(tmp_path):
 @pytest.mark.parametrize("error", [Internal("An Error Occurred"), InvalidArgument("An Error Occurred")])
 async def test_a_failing_sample_is_named(tmp_path, error):
     with pytest.raises(InvalidArgument) as caught:
-        await warm_up(config(sample("zero_data: true")), 1, tmp_path, [FakeInstance(), FakeInstance(error)], Log())
+        await warm_up(
+            config(sample("zero_data: true")),
+            1,
+            tmp_path,
+            [FakeInstance(), FakeInstance(error)],
+            ModelStatistics("m", "1"),
+            Log(),
+        )
     assert caught.value.message == "failed to run warmup sample 's': An Error Occurred; "
 
 
 async def test_an_instance_that_is_gone_fails_the_load(tmp_path):
     instance = FakeInstance(Unavailable("host process 'm' exited"))
     with pytest.raises(NaiadError, match="failed to run warmup sample 's': host process 'm' exited"):
-        await warm_up(config(sample("zero_data: true"), count=2), 1, tmp_path, [instance], Log())
+        await warm_up(
+            config(sample("zero_data: true"), count=2), 1, tmp_path, [instance], ModelStatistics("m", "1"), Log()
+        )
     instance.is_available = False
     with pytest.raises(NaiadError, match="instance 'i' is not available"):
-        await warm_up(config(sample("zero_data: true")), 1, tmp_path, [instance], Log())
+        await warm_up(config(sample("zero_data: true")), 1, tmp_path, [instance], ModelStatistics("m", "1"), Log())
 
 
 async def test_without_samples_nothing_runs(tmp_path):
     instance = FakeInstance()
-    await warm_up(config("batch_size: 0"), 1, tmp_path, [instance], Log())
+    await warm_up(config("batch_size: 0"), 1, tmp_path, [instance], ModelStatistics("m", "1"), Log())
     assert instance.executed == 0
