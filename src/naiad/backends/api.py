@@ -14,7 +14,7 @@ Arrays: numpy, C order, batch dimension first where `max_batch_size` > 0, then t
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol, TypeVar
+from typing import Any, ClassVar, Literal, Protocol, TypeAlias, TypeVar
 
 import msgspec
 import numpy.typing as npt
@@ -22,7 +22,8 @@ import numpy.typing as npt
 from naiad.errors import NaiadError
 from naiad.messages import ParameterValue
 
-Array = npt.NDArray[Any]
+# Called an alias: where wheels are built there is no numpy, and mypyc would take it for a variable.
+Array: TypeAlias = npt.NDArray[Any]
 #: A model configuration in Triton's JSON form: what `GET /v2/models/M/config` shows.
 ConfigDict = dict[str, Any]
 T = TypeVar("T")
