@@ -9,6 +9,8 @@ import asyncio
 import logging
 import tempfile
 import threading
+from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 from grpc import StatusCode
@@ -19,7 +21,7 @@ from naiad.errors import NaiadError, Unavailable
 from naiad.frontends.grpc.errors import SHUTTING_DOWN, status
 from naiad.frontends.grpc.grpcio import GrpcioServer
 from naiad.frontends.grpc.options import GrpcOptions
-from naiad.frontends.grpc.servicer import SERVICE, Call, Metadata, Method, Servicer
+from naiad.frontends.grpc.servicer import SERVICE, Call, Method, Servicer
 from naiad.messages import InferResponse, Result
 from naiad.protocol.proto_codec import Reply, encode
 from naiad.protocol.served import ServedModel
@@ -148,29 +150,20 @@ class NativeServer:
                     self.ended(call_id)
                     self._fail_unexpected(call_id, error)
             else:
-                task = self._loop.create_task(self._serve(call_id, self._methods[method - 1], data, *details[:2]))
-                self._tasks[call_id] = task
+                self._answer_later(call_id, partial(self._methods[method - 1], data, *details[:2]))
 
     def respond_slowly(self, call_id: int, response: InferResponse, reply: Reply, model: ServedModel) -> None:
         """Has a thread write the response."""
-        self._tasks[call_id] = self._loop.create_task(self._respond_slowly(call_id, response, reply, model))
+        self._answer_later(
+            call_id, partial(asyncio.to_thread, encode, response, reply, model.config, model.labels, b"", True)
+        )
 
-    async def _respond_slowly(self, call_id: int, response: InferResponse, reply: Reply, model: ServedModel) -> None:
-        try:
-            self.respond(
-                call_id, await asyncio.to_thread(encode, response, reply, model.config, model.labels, b"", True)
-            )
-        except NaiadError as error:
-            self.fail(call_id, error)
-        except Exception as error:
-            self._fail_unexpected(call_id, error)
-        finally:
-            del self._tasks[call_id]
-            self._note_idle()
+    def _answer_later(self, call_id: int, make: Callable[[], Awaitable[bytes]]) -> None:
+        self._tasks[call_id] = self._loop.create_task(self._answer(call_id, make))
 
-    async def _serve(self, call_id: int, method: Method, data: bytes, metadata: Metadata, peer: str) -> None:
+    async def _answer(self, call_id: int, make: Callable[[], Awaitable[bytes]]) -> None:
         try:
-            self._front.respond(call_id, await method(data, metadata, peer))
+            self.respond(call_id, await make())
         except NaiadError as error:
             self.fail(call_id, error)
         except Exception as error:
