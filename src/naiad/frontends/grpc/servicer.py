@@ -190,10 +190,10 @@ class Servicer:
         request, reply = await to_thread(decode, message, raw, model.config, self._regions, version, peer)
         if large.is_cancelled:
             raise Cancelled("")
-        decoupled = model.config.decoupled
+        decoupled = model.decoupled
         # It may be another one by now.
         model, _ = self.model(message)
-        if model.config.decoupled != decoupled:
+        if model.decoupled != decoupled:
             raise Unavailable(f"model '{request.model_name}' has just been replaced; send the request again")
         return self._submit(request, reply, model, large.metadata, large.sink, start_ns)
 

@@ -212,7 +212,7 @@ class Inference:
             exchange.require_client()
             # It may be another one by now.
             model = self.engine.model(model.name, version)
-            if model.config.decoupled:
+            if model.decoupled:
                 raise Unsupported(_DECOUPLED)
             self._submit(exchange, model, request, plan, use, start_ns)
         except NaiadError as error:
