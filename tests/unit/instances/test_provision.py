@@ -62,10 +62,10 @@ def output_of(interpreter: str, code: str) -> str:
     return subprocess.run([interpreter, "-c", code], capture_output=True, text=True, check=True).stdout
 
 
-def test_where_environments_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_environments_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setenv("HOME", "/home/me")
-    assert default_directory() == Path("/home/me/.cache/naiad/environments")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert default_directory() == tmp_path / ".cache" / "naiad" / "environments"
     monkeypatch.delenv("HOME")
     monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)  # nobody knows this user
     assert default_directory() == Path("/.cache/naiad/environments")
