@@ -1,8 +1,8 @@
 """Checks a request against the configuration of its model. Pure; built once when a version is loaded.
 
-Order and texts are Triton's (reference R3-71 to R3-78): requested outputs, number of inputs, names and batch
-dimension, data type, shape, size in bytes. Where several inputs are wrong Triton names the one given last, because
-it keeps inputs in a hash map that is walked newest first; so do the loops here.
+Order and texts are Triton's (reference R3-71 to R3-78): inputs given twice, requested outputs, number of inputs, names
+and batch dimension; then for each input data type, shape and size in bytes. Where several inputs are wrong Triton
+names the one given last, because it keeps inputs in a hash map that is walked newest first; so do the loops here.
 """
 
 import struct
@@ -73,11 +73,12 @@ class RequestCheck:
         Raises InvalidArgument, and TakesLong where strings of a LARGE tensor have to be looked through and this is not
         `in_thread`.
         """
-        for name in request.outputs:
-            if name not in self._outputs:
-                raise InvalidArgument(f"unexpected inference output '{name}' for model '{self._model}'")
         inputs = request.inputs
         names = tuple([tensor.name for tensor in inputs])
+        for name in request.outputs:
+            if name not in self._outputs:
+                _refuse_twice(request, names)
+                raise InvalidArgument(f"unexpected inference output '{name}' for model '{self._model}'")
         specs = self._specs
         if names != self._order:
             self._check_names(request, names)
@@ -104,16 +105,20 @@ class RequestCheck:
     def _explain(self, request: InferRequest, in_thread: bool) -> int:
         """Raises what is wrong with a request that did not pass at once; its rows if nothing is."""
         rows = self._rows(request) if self._max_batch_size else 1
-        self._check_types(request)
-        for tensor in request.inputs:
-            self._check_size(request, tensor, in_thread)
+        broken: BrokenContents | None = None
+        for tensor in reversed(request.inputs):
+            self._check_type(request, tensor)
+            try:
+                self._check_size(request, tensor, in_thread)
+            except BrokenContents as error:
+                broken = error
+        if broken is not None:
+            raise broken
         return rows if request.inputs else 1
 
     def _check_names(self, request: InferRequest, names: tuple[str, ...]) -> None:
+        _refuse_twice(request, names)
         given = set(names)
-        if len(given) != len(names):
-            twice = next(name for index, name in enumerate(names) if name in names[:index])
-            raise InvalidArgument(f"{request.label}input '{twice}' already exists in request")
         if not len(self._required) <= len(names) <= len(self._order):
             if len(self._required) == len(self._order):
                 expected = f"expected {len(self._order)} inputs"
@@ -154,43 +159,63 @@ class RequestCheck:
             )
         return rows
 
-    def _check_types(self, request: InferRequest) -> None:
+    def _check_type(self, request: InferRequest, tensor: Tensor) -> None:
         batching = self._max_batch_size > 0
-        for tensor in reversed(request.inputs):
-            spec = self._inputs[tensor.name]
-            if tensor.datatype is not spec.datatype:
-                raise InvalidArgument(
-                    f"{request.label}inference input '{tensor.name}' data-type is '{tensor.datatype.name}', but model "
-                    f"'{self._model}' expects '{spec.datatype.name}'"
-                )
-            if not _matches(tensor.shape[1:] if batching else tensor.shape, spec.dims):
-                if any(extent < 0 for extent in tensor.shape):
-                    raise InvalidArgument(
-                        f"{request.label}All input dimensions should be specified for input '{tensor.name}' for model "
-                        f"'{self._model}', got {_shape(tensor.shape)}"
-                    )
-                expected = (-1, *spec.dims) if batching else spec.dims
-                raise InvalidArgument(
-                    f"{request.label}unexpected shape for input '{tensor.name}' for model '{self._model}'. Expected "
-                    f"{_shape(expected)}, got {_shape(tensor.shape)}. {_BATCH_NOTE if batching else ''}"
-                )
+        spec = self._inputs[tensor.name]
+        if tensor.datatype is not spec.datatype:
+            raise InvalidArgument(
+                f"{request.label}inference input '{tensor.name}' data-type is '{tensor.datatype.name}', but model "
+                f"'{self._model}' expects '{spec.datatype.name}'"
+            )
+        dims = tensor.shape[1:] if batching else tensor.shape
+        matches = len(dims) == len(spec.dims)
+        if matches:
+            for extent, wanted in zip(dims, spec.dims, strict=True):
+                if extent == -1:
+                    raise self._unspecified(request, tensor)
+                if wanted not in (-1, extent):
+                    matches = False
+                    break
+        if not matches:
+            expected = (-1, *spec.dims) if batching else spec.dims
+            raise InvalidArgument(
+                f"{request.label}unexpected shape for input '{tensor.name}' for model '{self._model}'. Expected "
+                f"{_shape(expected)}, got {_shape(tensor.shape)}. {_BATCH_NOTE if batching else ''}"
+            )
 
     def _check_size(self, request: InferRequest, tensor: Tensor, in_thread: bool) -> None:
         # A first dimension of 0 counts as no batch at all: Triton then expects the bytes of one row (gotcha 3).
-        shape = tensor.shape if not self._max_batch_size or tensor.shape[0] else tensor.shape[1:]
-        count = _elements(shape)
+        is_empty_batch = self._max_batch_size > 0 and tensor.shape[:1] == (0,)
+        count = _elements(tensor.shape[1:] if is_empty_batch else tensor.shape)
         if tensor.datatype is DataType.BYTES:
             if len(tensor.contents) >= LARGE and not in_thread:
                 raise TakesLong
             _check_bytes(request, tensor, count, self._model)
-            return
-        expected = count * tensor.datatype.byte_size
-        size = len(tensor.contents)
-        if size != expected or (self._max_batch_size and not tensor.shape[0]):
-            raise InvalidArgument(
-                f"{request.label}input byte size mismatch for input '{tensor.name}' for model '{self._model}'. Expected "
-                f"{expected}, got {size}"
-            )
+        else:
+            expected = count * tensor.datatype.byte_size
+            size = len(tensor.contents)
+            if size != expected:
+                raise InvalidArgument(
+                    f"{request.label}input byte size mismatch for input '{tensor.name}' for model '{self._model}'. "
+                    f"Expected {expected}, got {size}"
+                )
+        # What is left Triton passes on, and its models end, or never answer.
+        if is_empty_batch:
+            raise InvalidArgument(f"{request.label}inference request batch-size must be >= 1 for '{self._model}'")
+        if any(extent < 0 for extent in tensor.shape):
+            raise self._unspecified(request, tensor)
+
+    def _unspecified(self, request: InferRequest, tensor: Tensor) -> InvalidArgument:
+        return InvalidArgument(
+            f"{request.label}All input dimensions should be specified for input '{tensor.name}' for model "
+            f"'{self._model}', got {_shape(tensor.shape)}"
+        )
+
+
+def _refuse_twice(request: InferRequest, names: tuple[str, ...]) -> None:
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            raise InvalidArgument(f"{request.label}input '{name}' already exists in request")
 
 
 def _fits(spec: _Input, tensor: Tensor, rows: int, batching: bool) -> bool:

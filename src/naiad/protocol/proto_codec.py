@@ -226,18 +226,34 @@ def decode(
     parameters, sequence, priority, timeout_us, empty_final = _NO_PARAMETERS
     if message.parameters:
         parameters, sequence, priority, timeout_us, empty_final = _request_parameters(message.parameters)
+    try:
+        inputs, names, reply = _tensors(message, raw, config, regions, peer, empty_final)
+    except NaiadError:
+        _refuse_twice(message)
+        raise
+    request = InferRequest(
+        message.model_name,
+        tuple(inputs),
+        version,
+        message.id,
+        names,
+        parameters,
+        sequence,
+        priority,
+        timeout_us,
+    )
+    return request, reply
+
+
+def _tensors(
+    message: Message, raw: Sequence[Buffer], config: ModelConfig, regions: Regions, peer: str, empty_final: bool
+) -> tuple[list[Tensor], tuple[str, ...], Reply]:
+    """(inputs, names of the outputs asked for, how to answer)."""
     inputs: list[Tensor] = []
-    # Slices of repeated fields are lists, which take half the time to walk through that the fields take themselves.
-    outputs = message.outputs[:]
-    reply = _PLAIN_EMPTY_FINAL if empty_final else _PLAIN
-    names: tuple[str, ...] = ()
-    if outputs:
-        names = tuple([output.name for output in outputs])
-        for output in outputs:
-            if output.parameters:
-                reply = _reply(outputs, regions, peer, empty_final)
-                break
+    invalid: str | None = None
+    use: RegionUse | None = None
     used = 0
+    # Slices of repeated fields are lists, which take half the time to walk through that the fields take themselves.
     for tensor in message.inputs[:]:
         name = tensor.name
         data: Buffer | Unread
@@ -247,9 +263,8 @@ def decode(
                     f"unexpected 'content' provided when using shared memory for input tensor '{name}' for model "
                     f"'{config.name}'"
                 )
-            if (use := reply.use) is None:
+            if use is None:
                 use = RegionUse(regions, is_local_peer(peer))
-                reply = Reply(reply.plan, reply.regions, reply.empty_final, use)
             data = use.input(*region)
         elif tensor.HasField("contents"):
             if raw:
@@ -267,20 +282,34 @@ def decode(
             )
         datatype = BY_NAME.get(tensor.datatype)
         if datatype is None:
-            raise _invalid_datatype(message.id, name, config)
-        inputs.append(Tensor(name, datatype, tuple(tensor.shape[:]), data))
-    request = InferRequest(
-        message.model_name,
-        tuple(inputs),
-        version,
-        message.id,
-        names,
-        parameters,
-        sequence,
-        priority,
-        timeout_us,
-    )
-    return request, reply
+            invalid = name
+        else:
+            inputs.append(Tensor(name, datatype, tuple(tensor.shape[:]), data))
+    reply = _PLAIN_EMPTY_FINAL if empty_final else _PLAIN
+    names: tuple[str, ...] = ()
+    outputs = message.outputs[:]
+    if outputs:
+        names = tuple([output.name for output in outputs])
+        for output in outputs:
+            if output.parameters:
+                reply = _reply(outputs, regions, peer, empty_final, use)
+                break
+    if use is not None and reply.use is None:
+        reply = Reply(reply.plan, reply.regions, reply.empty_final, use)
+    if invalid is not None:
+        raise _invalid_datatype(message.id, invalid, config)
+    return inputs, names, reply
+
+
+def _refuse_twice(message: Message) -> None:
+    """Raises InvalidArgument for two inputs of one name, which Triton finds before it looks for the data of any."""
+    names: set[str] = set()
+    for tensor in message.inputs:
+        if tensor.name in names:
+            raise InvalidArgument(
+                f"[request id: {message.id or '<id_unknown>'}] input '{tensor.name}' already exists in request"
+            )
+        names.add(tensor.name)
 
 
 _Parameters = tuple[dict[str, ParameterValue], SequenceControl | None, int, int, bool]
@@ -368,10 +397,10 @@ def _tensor_parameter(name: str, parameters: Mapping[str, Message], key: str, ex
     return getattr(value, expected)
 
 
-def _reply(outputs: Sequence[Message], regions: Regions, peer: str, empty_final: bool) -> Reply:
+def _reply(outputs: Sequence[Message], regions: Regions, peer: str, empty_final: bool, use: RegionUse | None) -> Reply:
+    """How to answer; `use` is that of the inputs, if they have one."""
     specs: dict[str, OutputSpec] = {}
     written: dict[str, OutputRegion] = {}
-    use = None
     for output in outputs:
         name = output.name
         region = _region(name, output.parameters)

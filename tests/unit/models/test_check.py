@@ -170,8 +170,32 @@ def test_optional_inputs_split_batches() -> None:
         pytest.param(
             4,
             [int32("A", 0, 2), int32("B", 0, 2)],
-            "[request id: <id_unknown>] input byte size mismatch for input 'A' for model 'm'. Expected 8, got 0",
+            "[request id: <id_unknown>] input byte size mismatch for input 'B' for model 'm'. Expected 8, got 0",
             id="a batch of none is no batch",
+        ),
+        pytest.param(
+            4,
+            [Tensor("A", DataType.INT32, (0, 2), bytes(8)), Tensor("B", DataType.INT32, (0, 2), bytes(8))],
+            "[request id: <id_unknown>] inference request batch-size must be >= 1 for 'm'",
+            id="nor is one of none with the data of one",
+        ),
+        pytest.param(
+            0,
+            [Tensor("A", DataType.INT32, (-4,), b""), int32("B", 2)],
+            "[request id: <id_unknown>] unexpected shape for input 'A' for model 'm'. Expected [2], got [-4]. ",
+            id="a negative dimension in place of a fixed one",
+        ),
+        pytest.param(
+            0,
+            [int32("A", 2, size=7), Tensor("B", DataType.FP32, (2,), bytes(8))],
+            "[request id: <id_unknown>] inference input 'B' data-type is 'FP32', but model 'm' expects 'INT32'",
+            id="the data type of the last, then the size of the first",
+        ),
+        pytest.param(
+            0,
+            [Tensor("A", DataType.FP32, (3,), bytes(8)), int32("B", 2, size=7)],
+            "[request id: <id_unknown>] input byte size mismatch for input 'B' for model 'm'. Expected 8, got 7",
+            id="the size of the last, then the data type of the first",
         ),
     ],
 )
@@ -190,6 +214,20 @@ def test_an_unknown_output_is_found_first() -> None:
     with pytest.raises(InvalidArgument) as caught:
         one(dims="2")(request(outputs=("NO",)))
     assert caught.value.message == "unexpected inference output 'NO' for model 'm'"
+
+
+def test_an_input_given_twice_is_found_before_that() -> None:
+    with pytest.raises(InvalidArgument, match="input 'A' already exists in request"):
+        one(dims="2")(request(int32("A", 2), int32("A", 2), outputs=("NO",)))
+
+
+@pytest.mark.parametrize("shape", [(-2, -2), (2, -2), (-1, 4), (-2, 0)])
+@pytest.mark.parametrize("batch", [0, 4])
+def test_no_dimension_is_negative(shape: tuple[int, int], batch: int) -> None:
+    dims = "-1" if batch else "-1, -1"
+    for tensor in (int32("A", *shape, size=16), int32("A", *shape, size=0)):
+        with pytest.raises(InvalidArgument):
+            one(dims=dims, batch=batch)(request(tensor))
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from tritonclient.grpc import service_pb2 as pb
 
 from naiad.config.model_config import ModelConfig
 from naiad.datatypes import LARGE, DataType, TakesLong, pack_bytes, unpack_bytes
-from naiad.errors import Internal, InvalidArgument, NotFound, Unsupported
+from naiad.errors import Internal, InvalidArgument, NaiadError, NotFound, Unsupported
 from naiad.messages import InferRequest, InferResponse, SequenceControl, Tensor
 from naiad.protocol import proto_codec
 from naiad.protocol.outputs import OutputSpec
@@ -234,6 +234,41 @@ CONTENTS = pb.InferTensorContents(int_contents=[1, 2])
 )
 def test_inputs_that_are_refused(request_: Any, text: str) -> None:
     assert refusal(request_) == text
+
+
+NOWHERE = {
+    "shared_memory_region": parameter(string_param="gone"),
+    "shared_memory_byte_size": parameter(int64_param=8),
+}
+WRONG_OUTPUT = pb.ModelInferRequest.InferRequestedOutputTensor(name="Y", parameters=NOWHERE)
+
+
+@pytest.mark.parametrize(
+    ("request_", "text"),
+    [
+        (message(inputs=[tensor(), tensor()], id="7"), "[request id: 7] input 'X' already exists in request"),
+        (
+            message(inputs=[tensor(parameters=NOWHERE), tensor()], outputs=[WRONG_OUTPUT]),
+            "[request id: <id_unknown>] input 'X' already exists in request",
+        ),
+        (
+            message(inputs=[tensor()], outputs=[WRONG_OUTPUT]),
+            "unable to find data for input tensor 'X' for model 'm' in request.",
+        ),
+        (
+            message(inputs=[tensor("X", "INT31"), tensor("Z")], raw_input_contents=[bytes(8)]),
+            "unable to find data for input tensor 'Z' for model 'm' in request.",
+        ),
+        (
+            message(inputs=[tensor("X", "INT31")], raw_input_contents=[bytes(8)], outputs=[WRONG_OUTPUT]),
+            "Unable to find shared memory region: 'gone'",
+        ),
+    ],
+)
+def test_which_of_two_errors_is_told(request_: Any, text: str, regions: Regions) -> None:
+    with pytest.raises(NaiadError) as caught:
+        read(request_, regions)
+    assert caught.value.message == text
 
 
 def test_raw_contents_belong_to_the_inputs_that_are_not_in_regions(regions: Regions) -> None:
