@@ -22,6 +22,7 @@ HOT_PATH = (
     "frontends/http/head",
     "frontends/http/inference",
     "frontends/processes/client",
+    "instances/busy_poll",
     "instances/call_link",
     "instances/channel",
     "instances/delivery",

@@ -5,6 +5,7 @@ depend on the machine's load: the clock ticks by itself, the garbage collector i
 where a path leaves work to that collector. `instruction_counts` starts it.
 """
 
+import asyncio
 import ctypes
 import gc
 import importlib.machinery
@@ -53,6 +54,7 @@ from naiad.frontends.grpc.servicer import Servicer  # noqa: E402
 from naiad.frontends.http.app import HttpFrontend  # noqa: E402
 from naiad.frontends.http.connection import Connection, Connections  # noqa: E402
 from naiad.instances import arena, layout  # noqa: E402
+from naiad.instances.busy_poll import AwakeLoop, BusyPoll  # noqa: E402
 from naiad.instances.channel import BlockingChannel, FrameReader, encode  # noqa: E402
 from naiad.instances.delivery import Batches  # noqa: E402
 from naiad.instances.execution import Signature, execution  # noqa: E402
@@ -319,6 +321,7 @@ class _FarHost:
             changed=lambda: None,
             kill=_fail,
             connection_lost=lambda reason: None,
+            awake=AwakeLoop(asyncio.get_running_loop(), BusyPoll(0)),
         )
         spec = VersionSpec("identity", 1, "", "", "", {})
         tenant = Tenant(host, spec, takes_requests=True, timeout_s=0)  # type: ignore[arg-type]
@@ -441,7 +444,9 @@ def _no_end(error: str) -> None:
 
 def _host(backend: ArrayBackend | RequestBackend) -> Once:
     mine, theirs = socket.socketpair()
-    link = SocketLink(theirs, arena.create("inputs", ARENA_SIZE), arena.create("outputs", ARENA_SIZE), _no_end)
+    link = SocketLink(
+        theirs, arena.create("inputs", ARENA_SIZE), arena.create("outputs", ARENA_SIZE), BusyPoll(0), _no_end
+    )
     target = execution(backend, Signature("identity", "identity_0", CONFIG_DICT), link, 1 << 30)
     laid_out = layout.lay_out([REQUEST] * BATCH)
     laid_out.write(link.inputs)

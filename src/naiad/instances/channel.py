@@ -18,6 +18,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from naiad.errors import ResourceExhausted
+from naiad.instances.busy_poll import Awaited, BusyPoll
 
 T = TypeVar("T")
 
@@ -149,7 +150,9 @@ def _ancillary(fds: Sequence[int]) -> list[tuple[int, int, Any]]:
 class BlockingChannel(Generic[T]):
     """The end of a host or zygote. `send` may be called from any thread, `receive` from one."""
 
-    def __init__(self, sock: socket.socket, decoder: msgspec.msgpack.Decoder[T]) -> None:
+    def __init__(
+        self, sock: socket.socket, decoder: msgspec.msgpack.Decoder[T], busy_poll: BusyPoll | None = None
+    ) -> None:
         sock.setblocking(True)
         self.sock = sock
         self._reader = FrameReader(decoder)
@@ -158,7 +161,9 @@ class BlockingChannel(Generic[T]):
         # Who sleeps in `recvmsg` of a Unix socket is woken also when the peer takes what has been sent to it.
         poll = select.poll()
         poll.register(sock, select.POLLIN)
-        self._wait = poll.poll
+        self._poll = poll.poll
+        self._busy_poll = busy_poll
+        self._awaited = Awaited()
 
     def send(self, message: Any, fds: Sequence[int] = ()) -> None:
         """Sends all of it. Raises OSError when the peer is gone."""
@@ -178,7 +183,10 @@ class BlockingChannel(Generic[T]):
         """The next message and its descriptors; None when the peer has ended, or somebody has closed or replaced the
         descriptor, as model code can."""
         while (frame := self._reader.next()) is None:
-            self._wait()
+            if self._busy_poll is None:
+                self._poll()
+            else:
+                self._busy_poll.wait(self._awaited, self._poll)
             try:
                 if not self._reader.receive(self.sock):
                     return None

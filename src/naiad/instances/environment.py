@@ -161,11 +161,11 @@ class _Zygote:
     def is_alive(self) -> bool:
         return self._channel.is_open
 
-    def fork(self, number: int, name: str, exclusive: bool) -> "asyncio.Future[Child]":
+    def fork(self, number: int, name: str, exclusive: bool, busy_poll_ns: int) -> "asyncio.Future[Child]":
         mine, theirs = socket.socketpair()
         forked: asyncio.Future[Child] = self._loop.create_future()
         self.forks[number] = (forked, mine)
-        self._channel.send(Fork(number, name, exclusive), (theirs.fileno(),))
+        self._channel.send(Fork(number, name, exclusive, busy_poll_ns), (theirs.fileno(),))
         theirs.close()
         return forked
 
@@ -258,12 +258,12 @@ class BackendEnvironment:
             self._is_known = True
         return await self._hello(self._living_zygote())
 
-    async def fork(self, name: str, exclusive: bool) -> Child:
+    async def fork(self, name: str, exclusive: bool, busy_poll_ns: int) -> Child:
         """A new host process, named for ps. Raises NaiadError."""
         zygote = self._living_zygote()
         await self._hello(zygote)
         self._fork_count += 1
-        return await zygote.fork(self._fork_count, name, exclusive)
+        return await zygote.fork(self._fork_count, name, exclusive, busy_poll_ns)
 
     async def close(self) -> None:
         """Ends the zygote, and with it hosts that are still there."""

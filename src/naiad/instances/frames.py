@@ -268,11 +268,13 @@ class Start(msgspec.Struct, array_like=True, tag="start"):
 
 
 class Fork(msgspec.Struct, array_like=True, tag="fork"):
-    """Wants a host; its control socket comes with the frame. `exclusive`: it will load one instance only."""
+    """Wants a host; its control socket comes with the frame. `exclusive`: it will load one instance only.
+    `busy_poll_ns`: the window of its `BusyPoll`."""
 
     reply: int
     name: str
     exclusive: bool
+    busy_poll_ns: int
 
 
 class Hello(msgspec.Struct, array_like=True, tag="hello"):

@@ -22,6 +22,7 @@ import msgspec
 from naiad.backends.api import InstanceContext, ModelContext
 from naiad.errors import NaiadError, Unavailable, text_of
 from naiad.instances import arena
+from naiad.instances.busy_poll import BusyPoll
 from naiad.instances.channel import BlockingChannel
 from naiad.instances.cuda_driver import lasting_error
 from naiad.instances.execution import ArrayExecution, OneShot, RequestExecution, Signature, execution
@@ -56,10 +57,12 @@ _answer_decoder: msgspec.msgpack.Decoder[Answer[msgspec.Raw]] = msgspec.msgpack.
 class SocketLink:
     """An instance's socket and arenas, as the host sees them. `end` ends the process, which has met an error that lasts."""
 
-    def __init__(self, sock: socket.socket, input_fd: int, output_fd: int, end: Callable[[str], None]) -> None:
+    def __init__(
+        self, sock: socket.socket, input_fd: int, output_fd: int, busy_poll: BusyPoll, end: Callable[[str], None]
+    ) -> None:
         self.inputs = arena.map_shared(input_fd, os.fstat(input_fd).st_size)
         self.outputs = arena.map_shared(output_fd, os.fstat(output_fd).st_size)
-        self._channel = BlockingChannel(sock, _execute_decoder)
+        self._channel = BlockingChannel(sock, _execute_decoder, busy_poll)
         self._end = end
 
     def receive(self) -> tuple[Execute, memoryview] | None:
@@ -156,11 +159,12 @@ def model_context(spec: VersionSpec, config: dict[str, Any], services: Any) -> M
 class Host:
     """The models of this process."""
 
-    def __init__(self, control: socket.socket, backend: type[Any], exclusive: bool) -> None:
+    def __init__(self, control: socket.socket, backend: type[Any], exclusive: bool, busy_poll: BusyPoll) -> None:
         self._control = BlockingChannel(control, _control_decoder)
         self._zygote = os.getppid()
         self._backend = backend
         self._exclusive = exclusive
+        self._busy_poll = busy_poll
         self._jobs: queue.SimpleQueue[tuple[ToHost, list[int]]] = queue.SimpleQueue()
         self._executions: dict[tuple[int, str], ArrayExecution | RequestExecution] = {}
         self._threads: dict[int, list[threading.Thread]] = {}
@@ -235,7 +239,7 @@ class Host:
 
     def _open_calls(self) -> BlockingChannel[Answer[msgspec.Raw]]:
         mine, theirs = socket.socketpair()
-        link = BlockingChannel(mine, _answer_decoder)
+        link = BlockingChannel(mine, _answer_decoder, self._busy_poll)
         self._links.add(link)
         with theirs:
             try:
@@ -298,7 +302,7 @@ class Host:
 
     def _load(self, frame: Load, fds: list[int]) -> None:
         links = [
-            SocketLink(socket.socket(fileno=fds[at]), fds[at + 1], fds[at + 2], self._end)
+            SocketLink(socket.socket(fileno=fds[at]), fds[at + 1], fds[at + 2], self._busy_poll, self._end)
             for at in range(0, len(fds), 3)
         ]
         for at in range(0, len(fds), 3):
@@ -388,11 +392,11 @@ def _default_signals() -> None:
             signal.signal(number, signal.SIG_DFL)
 
 
-def main(control: socket.socket, backend: type[Any], exclusive: bool) -> None:
+def main(control: socket.socket, backend: type[Any], exclusive: bool, busy_poll: BusyPoll) -> None:
     """Serves the control socket until it ends; does not return."""
     os.register_at_fork(after_in_child=_default_signals)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    host = Host(control, backend, exclusive)
+    host = Host(control, backend, exclusive, busy_poll)
     threading.Thread(target=host.listen, name="control", daemon=True).start()
     host.run()

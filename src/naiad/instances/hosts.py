@@ -22,6 +22,7 @@ from typing import Any, Literal, Self
 
 from naiad.backends.api import ConfigDict, InstanceContext
 from naiad.errors import InvalidArgument, NaiadError, Unavailable, text_of
+from naiad.instances.busy_poll import AwakeLoop, BusyPoll
 from naiad.instances.call_link import OnCall
 from naiad.instances.environment import BackendEnvironment
 from naiad.instances.frames import VersionSpec
@@ -291,7 +292,8 @@ class Hosts:
     of the end of whoever called.
 
     `execution_timeout_s` 0 is never. `beat_s` is how exactly executions are timed. `idle_zygote_s` is how long the
-    zygote of another interpreter than the server's is kept for a next model, when there is none in it.
+    zygote of another interpreter than the server's is kept for a next model, when there is none in it. `busy_poll_ns` is
+    how long server and hosts wait awake for each other at most.
     """
 
     def __init__(
@@ -306,6 +308,7 @@ class Hosts:
         restart_policy: Callable[[float], RestartPolicy] = RestartPolicy,
         beat_s: float = 1.0,
         idle_zygote_s: float = 60.0,
+        busy_poll_ns: int = 0,
     ) -> None:
         self._isolation = isolation
         self._on_log = on_log
@@ -316,6 +319,7 @@ class Hosts:
         self._restart_policy = restart_policy
         self._beat_s = beat_s
         self._idle_zygote_s = idle_zygote_s
+        self._awake = AwakeLoop(asyncio.get_running_loop(), BusyPoll(busy_poll_ns))
         self._environments: dict[tuple[str, str], BackendEnvironment] = {}
         self._shared: dict[tuple[BackendEnvironment, str], Host] = {}
         self._models: dict[HostedModel | ThreadModel, None] = {}
@@ -434,7 +438,9 @@ class Hosts:
     def _make_host(self, name: str, environment: BackendEnvironment, exclusive: bool) -> Host:
         now = asyncio.get_running_loop().time()
         policy = self._restart_policy(now)
-        return Host(name, environment, exclusive, self._limits, policy, self._on_log, self._on_call, self._on_gone)
+        return Host(
+            name, environment, exclusive, self._limits, policy, self._awake, self._on_log, self._on_call, self._on_gone
+        )
 
     def _warn(self, message: str) -> None:
         self._on_log("", 0, "WARNING", message, __file__, 0)

@@ -15,6 +15,7 @@ import msgspec
 
 from naiad.backends.api import ConfigDict
 from naiad.errors import Internal, NaiadError, Unavailable
+from naiad.instances.busy_poll import AwakeLoop
 from naiad.instances.call_link import Caller, CallLink, OnCall, new_caller
 from naiad.instances.channel import LoopChannel
 from naiad.instances.environment import BackendEnvironment, Child
@@ -82,6 +83,7 @@ class Host:
         exclusive: bool,
         limits: Limits,
         policy: RestartPolicy,
+        awake: AwakeLoop,
         on_log: OnLog,
         on_call: OnCall,
         on_gone: OnGone,
@@ -89,6 +91,7 @@ class Host:
         self.name = name
         self.limits = limits
         self.environment = environment
+        self.awake = awake
         self.restarts = 0
         self.state = "stopped"
         self.tenants: dict[int, Tenant] = {}
@@ -149,7 +152,7 @@ class Host:
     async def _start(self) -> None:
         self.state = "starting"
         try:
-            child = await self.environment.fork(self.name, self._exclusive)
+            child = await self.environment.fork(self.name, self._exclusive, self.awake.window_ns)
         except NaiadError:
             self.state = "stopped"
             raise

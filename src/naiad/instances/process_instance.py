@@ -4,6 +4,7 @@ import asyncio
 import os
 import socket
 from collections.abc import Callable
+from time import monotonic_ns
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -11,6 +12,7 @@ import msgspec
 from naiad.backends.api import InstanceContext
 from naiad.errors import NaiadError, ResourceExhausted
 from naiad.instances import arena, layout
+from naiad.instances.busy_poll import Awaited
 from naiad.instances.channel import LoopChannel
 from naiad.instances.delivery import Batches
 from naiad.instances.frames import Cancel, Execute, Results
@@ -55,6 +57,9 @@ class ProcessInstance:
         self._ticks = 0
         self._copying: set[asyncio.Task[None]] = set()
         self._is_attached = False
+        self._awake = tenant.host.awake
+        self._awaited_results = Awaited()
+        self._awaited_batch = Awaited()
 
     def __repr__(self) -> str:
         state = self.failure or ("busy" if self._batches else "idle" if self._is_attached else "down")
@@ -137,6 +142,9 @@ class ProcessInstance:
         asked = layout.asked_outputs(requests)
         details = layout.details(requests, asked) if self._tenant.takes_requests else None
         frame = Execute(number, laid_out.inputs, list(batch.rows), asked, details, 0)
+        now = monotonic_ns()
+        self._awaited_batch.came(now, self._awake.window_ns)
+        self._expect(self._awaited_results, now)
         inputs, channel = self._inputs, self._channel
         assert channel is not None
         if laid_out.byte_size > self._tenant.host.limits.arena:
@@ -146,6 +154,11 @@ class ProcessInstance:
         else:
             laid_out.write(inputs)
             channel.send(frame)
+
+    def _expect(self, awaited: Awaited, now: int) -> None:
+        awaited.begin(now)
+        if awaited.is_soon:
+            self._awake.stay_awake(now)
 
     def _execute_in_new_arena(self, frame: Execute, laid_out: layout.Layout, channel: LoopChannel[Results]) -> None:
         """Model code keeps arrays that lie in the old one."""
@@ -223,11 +236,15 @@ class ProcessInstance:
             self._tenant.host.send(Cancel(self._tenant.number, self.name, number, index))
 
     def _on_results(self, results: Results, fds: list[int]) -> None:
+        now = monotonic_ns()
+        self._awaited_results.came(now, self._awake.window_ns)
         try:
             self._deliver(results, fds)
         except (NaiadError, ValueError, KeyError, IndexError, ZeroDivisionError, OSError) as error:
             # Memory corrupted by native code shows like this. Nothing this host says can be trusted now.
             self._tenant.host.kill(f"sent results that make no sense: {error}")
+        else:
+            self._expect(self._awaited_results if self._batches.executing else self._awaited_batch, now)
 
     def _deliver(self, results: Results, fds: list[int]) -> None:
         region = self._outputs

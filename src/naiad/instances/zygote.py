@@ -21,6 +21,7 @@ import msgspec
 
 from naiad.backends.api import RequestBackend
 from naiad.instances import host
+from naiad.instances.busy_poll import BusyPoll
 from naiad.instances.channel import BlockingChannel
 from naiad.instances.frames import Exited, Fork, Forked, Hello, Start, ToZygote, failure
 from naiad.instances.references import load_backend
@@ -149,7 +150,7 @@ class Zygote:
             for setter in self._openblas:
                 setter(self._openblas_threads)
             assert self._backend is not None
-            host.main(socket.socket(fileno=control), self._backend, fork.exclusive)
+            host.main(socket.socket(fileno=control), self._backend, fork.exclusive, BusyPoll(fork.busy_poll_ns))
         except BaseException:
             sys.excepthook(*sys.exc_info())
         finally:

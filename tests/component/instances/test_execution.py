@@ -1,16 +1,18 @@
 """Batches through real host processes, and through threads: the same answers."""
 
 import asyncio
+from pathlib import Path
 
 import ml_dtypes
 import msgspec
 import numpy as np
 import pytest
-from instance_lab import Batch, available, config, parameters, request, run, tensor
+from instance_lab import Batch, available, config, parameters, request, run, tensor, until
 
 from naiad.backends.api import InstanceContext
 from naiad.datatypes import DataType
 from naiad.errors import Internal, InvalidArgument, ResourceExhausted, Unavailable
+from naiad.instances.busy_poll import AwakeLoop
 from naiad.instances.hosts import Limits
 from naiad.messages import SequenceControl
 
@@ -430,3 +432,37 @@ async def test_model_code_logs_and_calls(make_lab):
             await model.close()
             assert [(caller.model, caller.version) for caller in gone] == [("m", 1)]
     assert calls[0] == ("m", 1, "echo", {"a": [1, 2.5, None]})
+
+
+async def test_server_and_host_wait_awake_for_what_came_soon(make_lab, monkeypatch):
+    asked = []
+    monkeypatch.setattr(AwakeLoop, "stay_awake", lambda self, now: asked.append(self.window_ns))
+    window_ns = 10**12  # so that all comes soon
+    async with make_lab(busy_poll_ns=window_ns) as lab:
+        model = await lab.load("Processes", config("BYTES"))
+        [instance] = model.instances
+        counts = []
+        for value in (b"1", b"2", b"3"):
+            [[answer]] = await run(instance, request([value]))
+            assert answer.outputs["OUTPUT0"] == [value]
+            counts.append(len(asked))
+        # The first batch and its results come for the first time, the others are waited for.
+        assert counts == [0, 2, 4]
+        assert set(asked) == {window_ns}
+        async with asyncio.timeout(60):
+            # If others want the core it sleeps, and does no more than try again.
+            while state(*model.pids) != "R":
+                await run(instance, request([b"x"]))
+
+
+async def test_hosts_sleep_where_nothing_came_soon(make_lab):
+    async with make_lab(busy_poll_ns=1) as lab:
+        model = await lab.load("Processes", config("BYTES"))
+        for _ in range(3):
+            await run(model.instances[0], request([b"x"]))
+        await until(lambda: state(*model.pids) == "S")
+
+
+def state(pid):
+    """R for a process that runs, S for one that sleeps."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from naiad.instances import channel
+from naiad.instances.busy_poll import AwakeLoop, BusyPoll
 from naiad.instances.channel import encode
 from naiad.instances.frames import Answer, Call, OpenCalls, VersionSpec
 from naiad.instances.process import Host, Tenant
@@ -25,7 +26,7 @@ class Environment:
         self.is_asked = asyncio.Event()
         self.may_fork = asyncio.Event()
 
-    async def fork(self, name, exclusive):
+    async def fork(self, name, exclusive, busy_poll_ns):
         self.is_asked.set()
         await self.may_fork.wait()
         return self.child
@@ -40,7 +41,8 @@ async def environment():
 
 
 def host_in(environment, on_call=None, on_gone=None):
-    host = Host("m", environment, True, Limits(), RestartPolicy(0.0), lambda *line: None, on_call, on_gone)
+    awake = AwakeLoop(asyncio.get_running_loop(), BusyPoll(0))
+    host = Host("m", environment, True, Limits(), RestartPolicy(0.0), awake, lambda *line: None, on_call, on_gone)
     tenant = Tenant(host, VersionSpec("m", 1, "", "", "", {}), takes_requests=False, timeout_s=0.0)
     return host, tenant
 

@@ -1,0 +1,115 @@
+"""Waiting awake for what comes within microseconds. Runs in the server and in hosts.
+
+Who sleeps is woken late: a core that has gone idle takes some 5 us to come back, 25 to 50 on a virtual machine, and a
+batch needs two such wake-ups. So whoever expects something soon, as it came soon last time, looks for it again and
+again instead, lets others have the core between two looks, and leaves it to them for a while if they want it for long.
+"""
+
+import asyncio
+import os
+from collections.abc import Callable
+from time import monotonic_ns
+from typing import Any
+
+#: A look that takes longer has had to wait for others, who are at more than a message.
+_TAKEN_NS = 300_000
+_FIRST_PAUSE_NS = 50_000_000
+_LAST_PAUSE_NS = 2_000_000_000
+_NEVER_NS = 1 << 62
+
+
+class BusyPoll:
+    """Whether this process may wait awake. `window_ns` is how long at most, 0 for never.
+
+    All its threads use it without a lock: what gets lost is a look too many or too few.
+    """
+
+    __slots__ = ("_clock", "_pause_ns", "_resume_ns", "_yield", "window_ns")
+
+    def __init__(
+        self,
+        window_ns: int,
+        yield_core: Callable[[], None] = os.sched_yield,
+        clock: Callable[[], int] = monotonic_ns,
+    ) -> None:
+        self.window_ns = window_ns
+        self._yield = yield_core
+        self._clock = clock
+        self._pause_ns = 0
+        #: When it may next; pauses are doubled as long as others are found there.
+        self._resume_ns = 0 if window_ns else _NEVER_NS
+
+    def allows(self, now: int) -> bool:
+        return now >= self._resume_ns
+
+    def give_way(self, now: int) -> int:
+        """Lets others have the core; the time afterwards, in ns."""
+        self._yield()
+        then = self._clock()
+        if then - now > _TAKEN_NS:
+            self._pause_ns = min(max(2 * self._pause_ns, _FIRST_PAUSE_NS), _LAST_PAUSE_NS)
+            self._resume_ns = then + self._pause_ns
+        elif self._pause_ns and then > self._resume_ns + self._pause_ns:
+            self._pause_ns = 0
+        return then
+
+    def wait(self, awaited: "Awaited", poll: Callable[..., Any]) -> None:
+        """Returns when there is something to read. `poll(ms)` says whether there is within that time, `poll()` waits."""
+        began = now = self._clock()
+        awaited.begin(began)
+        if awaited.is_soon:
+            end = began + self.window_ns
+            while now < end and self.allows(now):
+                if poll(0):
+                    return
+                now = self.give_way(now)
+        poll()
+        awaited.came(self._clock(), self.window_ns)
+
+
+class Awaited:
+    """What comes again and again, and whether to expect it soon. Times are of `monotonic_ns`."""
+
+    __slots__ = ("_since", "is_soon")
+
+    def __init__(self) -> None:
+        self._since = 0
+        self.is_soon = False
+
+    def begin(self, now: int) -> None:
+        self._since = now
+
+    def came(self, now: int, window_ns: int) -> None:
+        self.is_soon = now - self._since < window_ns
+
+
+class AwakeLoop:
+    """Keeps an event loop from sleeping."""
+
+    __slots__ = ("_busy_poll", "_clock", "_is_turning", "_loop", "_until", "window_ns")
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, busy_poll: BusyPoll, clock: Callable[[], int] = monotonic_ns
+    ) -> None:
+        self.window_ns = busy_poll.window_ns
+        self._loop = loop
+        self._busy_poll = busy_poll
+        self._clock = clock
+        self._until = 0
+        self._is_turning = False
+
+    def stay_awake(self, now: int) -> None:
+        """For the window from now on."""
+        if self._busy_poll.allows(now):
+            self._until = now + self.window_ns
+            if not self._is_turning:
+                self._is_turning = True
+                self._loop.call_soon(self._turn)
+
+    def _turn(self) -> None:
+        now = self._clock()
+        if now < self._until and self._busy_poll.allows(now):
+            self._busy_poll.give_way(now)
+            self._loop.call_soon(self._turn)
+        else:
+            self._is_turning = False

@@ -1,0 +1,155 @@
+"""Who waits awake, how long, and who leaves the core to others."""
+
+import pytest
+
+from naiad.instances.busy_poll import Awaited, AwakeLoop, BusyPoll
+
+US = 1000
+MS = 1000 * US
+WINDOW = 200 * US
+
+
+class Core:
+    """A clock that looks, yields and sleeps move on. `slices`: how long the others take the core, yield by yield."""
+
+    def __init__(self, window_ns=WINDOW):
+        self.now = 1_000 * MS
+        self.slices = []
+        self.looks = 0
+        self.sleeps = 0
+        self.comes_at = 0
+        self.busy_poll = BusyPoll(window_ns, self.give_up, lambda: self.now)
+
+    def give_up(self):
+        self.now += self.slices.pop(0) if self.slices else 1 * US
+
+    def poll(self, timeout_ms=None):
+        if timeout_ms is None:
+            self.sleeps += 1
+            self.now = max(self.now, self.comes_at)
+        else:
+            assert timeout_ms == 0
+            self.looks += 1
+            self.now += 1 * US
+        return self.now >= self.comes_at
+
+    def wait(self, awaited, duration):
+        """One wait for what comes after `duration`; how it was waited for."""
+        self.looks = self.sleeps = 0
+        self.comes_at = self.now + duration
+        self.busy_poll.wait(awaited, self.poll)
+        return ("awake" if self.looks else "") + (" asleep" if self.sleeps else "")
+
+
+@pytest.mark.parametrize(
+    ("waits_us", "how"),
+    [
+        ([100, 100, 199], [" asleep", "awake", "awake"]),
+        ([100, 5_000, 100, 100], [" asleep", "awake asleep", " asleep", "awake"]),
+        ([5_000, 5_000, 100, 100], [" asleep", " asleep", " asleep", "awake"]),
+        ([200, 100], [" asleep", " asleep"]),
+        ([0, 0], [" asleep", "awake"]),
+    ],
+)
+def test_what_came_soon_last_time_is_waited_for_awake(waits_us, how):
+    core, awaited = Core(), Awaited()
+    assert [core.wait(awaited, us * US) for us in waits_us] == how
+
+
+def test_no_longer_than_the_window():
+    core, awaited = Core(), Awaited()
+    core.wait(awaited, 1 * US)
+    began = core.now
+    core.wait(awaited, 10_000 * US)
+    # Each look and each yield take a microsecond.
+    assert core.looks == WINDOW // (2 * US)
+    assert core.now == began + 10_000 * US
+
+
+def test_a_window_of_0_is_never():
+    core, awaited = Core(0), Awaited()
+    assert [core.wait(awaited, 0) for _ in range(3)] == [" asleep"] * 3
+
+
+def waits(core, awaited, duration):
+    """How waits go for that long."""
+    end = core.now + duration
+    seen = []
+    while core.now < end:
+        seen.append(core.wait(awaited, 100 * US))
+    return seen
+
+
+def test_a_core_that_others_want_is_left_to_them_ever_longer_and_taken_back_when_they_have_gone():
+    core, awaited = Core(), Awaited()
+    core.wait(awaited, 1 * US)
+    for pause_ms in (50, 100, 200, 400, 800, 1600, 2000, 2000):
+        core.slices = [3 * MS]
+        assert core.wait(awaited, 100 * US) == "awake asleep"
+        assert set(waits(core, awaited, pause_ms * MS)) == {" asleep"}
+    # Nobody else for twice as long as the last pause: the next one is short again.
+    assert set(waits(core, awaited, 2100 * MS)) == {"awake"}
+    core.slices = [3 * MS]
+    core.wait(awaited, 100 * US)
+    assert set(waits(core, awaited, 50 * MS)) == {" asleep"}
+    assert core.wait(awaited, 100 * US) == "awake"
+
+
+def test_short_work_of_others_is_no_reason_to_sleep():
+    core, awaited = Core(), Awaited()
+    core.wait(awaited, 1 * US)
+    core.slices = [150 * US, 40 * US]
+    assert core.wait(awaited, 195 * US) == "awake"
+    assert core.wait(awaited, 100 * US) == "awake"
+
+
+class Turns:
+    """An event loop that does what is due, one turn at a time."""
+
+    def __init__(self):
+        self.due = []
+
+    def call_soon(self, callback):
+        self.due.append(callback)
+
+    def turn(self):
+        due, self.due = self.due, []
+        for callback in due:
+            callback()
+
+
+def turns_taken(loop):
+    count = 0
+    while loop.due:
+        assert len(loop.due) == 1
+        loop.turn()
+        count += 1
+    return count
+
+
+def test_a_loop_stays_awake_for_the_window_and_longer_when_asked_again():
+    core, loop = Core(), Turns()
+    awake = AwakeLoop(loop, core.busy_poll, lambda: core.now)
+    awake.stay_awake(core.now)
+    assert turns_taken(loop) == WINDOW // US + 1
+    awake.stay_awake(core.now)
+    loop.turn()
+    awake.stay_awake(core.now)
+    awake.stay_awake(core.now)
+    assert turns_taken(loop) == WINDOW // US + 1
+
+
+def test_a_loop_sleeps_where_others_want_the_core_or_it_may_not_wait_awake():
+    core, loop = Core(), Turns()
+    awake = AwakeLoop(loop, core.busy_poll, lambda: core.now)
+    core.slices = [3 * MS]
+    awake.stay_awake(core.now)
+    assert turns_taken(loop) == 2
+    awake.stay_awake(core.now)
+    assert not loop.due
+    core.now += 51 * MS
+    awake.stay_awake(core.now)
+    assert loop.due
+    never = AwakeLoop(Turns(), BusyPoll(0))
+    never.stay_awake(core.now)
+    assert never.window_ns == 0
