@@ -168,6 +168,18 @@ def test_an_error_of_the_start_is_shown_and_exits_with_1(monkeypatch, capsys):
     assert capsys.readouterr().err == "error: creating server: no such place\n"
 
 
+@pytest.mark.parametrize("form", [["serve"], []])
+def test_ctrl_c_before_the_server_listens_to_signals(monkeypatch, capsys, form):
+    class Imported(types.ModuleType):
+        @property
+        def serve(self):
+            raise KeyboardInterrupt
+
+    monkeypatch.setitem(sys.modules, "naiad.server", Imported("naiad.server"))
+    assert run(*form, "--model-repository=/a") == 130
+    assert capsys.readouterr().err == ""
+
+
 def test_parse_arguments_for_other_commands():
     assert serve.parse_arguments(["--model-repository=/a"]) == ServerOptions(model_repository=("/a",))
     with pytest.raises(click.ClickException):

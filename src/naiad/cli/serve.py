@@ -1,5 +1,6 @@
 """`naiad serve`: the options of `naiad.options` as a command line, and the start of the server."""
 
+import signal
 import sys
 import textwrap
 from collections.abc import Iterable
@@ -22,6 +23,8 @@ from naiad.options import (
 
 #: Exit status for a wrong command line, as of Triton's server.
 _WRONG = 1
+#: That of a program which ends with SIGINT, as shells tell it.
+_INTERRUPTED = 128 + signal.SIGINT
 #: How the help of a flag begins that Triton warns of; the flag that takes its place follows.
 _DEPRECATED = "Deprecated: "
 
@@ -170,13 +173,16 @@ def _options(context: click.Context) -> ServerOptions:
 
 
 def _serve(options: ServerOptions) -> int:
-    from naiad.server import serve
-
     try:
+        from naiad.server import serve
+
         return serve(options)
     except NaiadError as error:
         click.echo(f"error: creating server: {error.message}", err=True)
         return 1
+    except KeyboardInterrupt:
+        # While the server is imported, which takes longer than all else before it listens to signals.
+        return _INTERRUPTED
 
 
 def _report(error: click.ClickException) -> int:
