@@ -36,7 +36,13 @@ class RepositorySources:
         """The source that a load request with parameters describes. Raises InvalidArgument for a wrong parameter;
         what is wrong with their values is the source's `draft`."""
         override = parse_override(parameters)
-        return await asyncio.to_thread(self._materialise, name, override)
+        making = asyncio.ensure_future(asyncio.to_thread(self._materialise, name, override))
+        try:
+            return await asyncio.shield(making)
+        except asyncio.CancelledError:
+            # The thread goes on, and nobody will discard what it makes.
+            making.add_done_callback(_remove)
+            raise
 
     async def discard(self, source: Source) -> None:
         if source.made_of_request:
@@ -68,3 +74,8 @@ class RepositorySources:
         except NaiadError as error:
             return Source(directory, error, override, made_of_request)
         return Source(directory, draft, override, made_of_request)
+
+
+def _remove(making: "asyncio.Future[Source]") -> None:
+    if not making.cancelled() and making.exception() is None and making.result().made_of_request:
+        making.get_loop().run_in_executor(None, remove_override, making.result().directory.directory)
