@@ -86,10 +86,9 @@ def difference(output: str, inputs: str, wanted: Array, got: Array) -> Differenc
         same = [_text(it) for it in wanted.reshape(-1)] == [_text(it) for it in got.reshape(-1)]
         return Difference(output, inputs, 0.0 if same else float("inf"), 1.0)
     a, b = wanted.reshape(-1).astype(np.float64), got.reshape(-1).astype(np.float64)
-    same_kind = (np.isnan(a) == np.isnan(b)) & (np.isfinite(a) == np.isfinite(b))
-    if not same_kind.all():
+    finite = np.isfinite(a) & np.isfinite(b)
+    if not np.array_equal(a[~finite], b[~finite], equal_nan=True):
         return Difference(output, inputs, float("inf"), 1.0)
-    finite = np.isfinite(a)
     largest = float(np.abs(a[finite] - b[finite]).max(initial=0.0))
     return Difference(output, inputs, largest, float(np.abs(a[finite]).max(initial=0.0)))
 

@@ -64,6 +64,8 @@ def test_outputs_are_paired_by_name_else_by_place() -> None:
         ([np.nan, np.inf], [np.nan, np.inf], 0.0),
         ([np.nan, 1.0], [1.0, 1.0], np.inf),
         ([np.inf], [1.0], np.inf),
+        ([1.0], [np.inf], np.inf),
+        ([np.inf, 1.0], [-np.inf, 1.0], np.inf),
         ([True, False], [True, False], 0.0),
         (["a", "b"], [b"a", b"b"], 0.0),
         (["a", "b"], [b"a", b"c"], np.inf),
