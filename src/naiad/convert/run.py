@@ -62,7 +62,8 @@ def convert(job: Job, on_step: Callable[[Step], None]) -> Done:
         os.close(write)
         try:
             assert process.stdin is not None
-            with process.stdin:
+            # A process that ends before it has read says why, or its status does.
+            with suppress(BrokenPipeError), process.stdin:
                 process.stdin.write(msgspec.json.encode(job))
             last = _follow(read, on_step)
             status = process.wait()

@@ -132,3 +132,10 @@ def test_a_process_that_dies_leaves_its_last_words(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     with pytest.raises(NaiadError, match=r"(?s)ended by SIGKILL.*no memory left"):
         run.convert(job(tmp_path, f"{source}:Net", "module"), lambda step: None)
+
+
+def test_a_process_that_ends_before_it_has_read_its_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run.sys, "executable", "/bin/false")
+    more_than_a_pipe_holds = job(tmp_path, "x" * (1 << 20))
+    with pytest.raises(NaiadError, match="the process that converts has ended with 1"):
+        run.convert(more_than_a_pipe_holds, lambda step: None)
