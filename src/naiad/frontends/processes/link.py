@@ -112,12 +112,12 @@ class Link:
         try:
             fds.append(arena.create("naiad requests", ARENA_BYTE_SIZE))
             fds.append(arena.create("naiad responses", ARENA_BYTE_SIZE))
+            self._receiver = Receiver(os.dup(fds[0]))
+            self._sender = Sender(os.dup(fds[1]))
             mine, theirs = socket.socketpair()
         except (OSError, NaiadError):
             _close(fds)
             raise
-        self._receiver = Receiver(os.dup(fds[0]))
-        self._sender = Sender(os.dup(fds[1]))
         self._channel = LoopChannel(self._loop, mine, _decoder, self._on_frame, self._on_end)
         return [theirs.detach(), *fds]
 

@@ -322,14 +322,15 @@ class _Process:
             fds = self.link.connect()
             command = [sys.executable, "-P", "-m", "naiad.frontends.processes.program", str(self._index)]
             self._process = subprocess.Popen([*command, *map(str, fds)], stdin=subprocess.DEVNULL, pass_fds=fds)
+            self._pidfd = os.pidfd_open(self._process.pid)
         except OSError as error:
+            # Which also ends the process, if it has been started.
             self.link.close()
             raise Unavailable(f"cannot start front-end process {self._index}: {error.strerror}") from error
         finally:
             for fd in fds:
                 os.close(fd)
         self.pid = self._process.pid
-        self._pidfd = os.pidfd_open(self.pid)
         self._loop.add_reader(self._pidfd, self._on_exit)
 
     def kill(self, why: str = "") -> None:

@@ -2,6 +2,7 @@
 what the test says."""
 
 import asyncio
+import errno
 import gc
 import os
 import socket
@@ -394,6 +395,18 @@ async def test_memory_and_descriptors_go_with_a_front_end() -> None:
         assert len(os.listdir("/proc/self/fd")) == before
     finally:
         gc.enable()
+
+
+async def test_a_connection_that_cannot_be_made_leaves_no_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(fd: int) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    unmade: Any = None
+    before = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(link.os, "dup", fail)
+    with pytest.raises(OSError, match="Too many open files"):
+        Link(unmade, Overseer()).connect()
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 async def test_the_end_of_the_engine_fails_what_waits_for_it() -> None:
