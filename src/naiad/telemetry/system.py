@@ -37,11 +37,6 @@ class SystemMetrics:
         self._families: list[Family] = []
         self.sample()
 
-    def close(self) -> None:
-        if self._gpus is not None:
-            self._gpus.close()
-            self._gpus = None
-
     def families(self) -> list[Family]:
         """The families of the last sample."""
         return self._families
@@ -132,9 +127,6 @@ class _Gpus:
             pass
         nvml.nvmlShutdown()
         return None
-
-    def close(self) -> None:
-        self._nvml.nvmlShutdown()
 
     def families(self) -> list[Family]:
         nvml = self._nvml
