@@ -18,7 +18,7 @@ import numpy as np
 from naiad.datatypes import DataType, unpack_bytes
 from naiad.errors import Internal, InvalidArgument, Unsupported
 from naiad.messages import InferRequest, InferResponse, ResponseSink, Result, Tensor
-from naiad.options import Setting
+from naiad.options import Setting, bad_option
 
 TIMESTAMPS, TENSORS = "TIMESTAMPS", "TENSORS"
 #: Triton's names for the level in `--trace-config`; each occurrence adds to the others, but OFF turns all off.
@@ -523,6 +523,9 @@ class TraceSettings:
         own = {name: value for name, value in {**kept, **changes}.items() if value is not None}
         values = msgspec.structs.replace(above, **own)
         problem = self._problem(values)
+        if problem is None and changes and not values.count:
+            # Triton gives no reason. One that has run out counts as 0, too, but changes of others are none of its own.
+            problem = "trace_count is 0"
         if problem is not None and values.levels:
             raise InvalidArgument(f"Attempting to set invalid trace setting :{problem}")
         return _Sampler(values, frozenset(own))
@@ -587,7 +590,7 @@ def _option_number(setting: str, text: str) -> int:
 
 
 def _bad_option(setting: str, reason: str) -> InvalidArgument:
-    return InvalidArgument(f'Bad option: "--trace-config {setting}".\n{reason}')
+    return bad_option(f"--trace-config {setting}", reason)
 
 
 # ---------------------------------------------------------------- what clients send
@@ -641,7 +644,7 @@ def _read_int(key: str, given: Any, least: int, most: int) -> int:
     """The number a text begins with, as C++ reads it."""
     if type(given) is not str:
         raise Internal("attempt to access JSON non-string as string")
-    found = re.match(r"\s*([+-]?[0-9]+)", given)
+    found = re.match(r"\s*([+-]?[0-9]+)", given, re.ASCII)
     if found is None:
         raise InvalidArgument(f"Unable to parse '{key}', got: {given}")
     number = int(found[1])
