@@ -126,6 +126,17 @@ def test_a_model_has_the_settings_of_all_where_it_has_none_of_its_own(path):
     assert traces.get("m") == traces.get() == traces.get("")
 
 
+def test_a_count_that_has_run_out_wants_a_new_one(path):
+    traces = settings(path)
+    traces.update("m", {"trace_count": "1"})
+    assert run(traces)
+    with pytest.raises(InvalidArgument, match="trace_count is 0"):
+        traces.update("m", {"trace_rate": "2"})
+    assert traces.update(None, {"trace_rate": "3"})["trace_rate"] == "3"
+    assert traces.update("m", {"trace_count": "1"})["trace_rate"] == "3"
+    traces.close()
+
+
 def test_a_wrong_value_changes_nothing(path):
     traces = settings(path)
     before = traces.get()
@@ -139,12 +150,15 @@ def test_tracing_needs_a_rate_and_a_file(path):
         InvalidArgument, match=r"^Attempting to set invalid trace setting :sample rate must be non-zero$"
     ):
         settings(path).update(None, {"trace_rate": "0"})
+    with pytest.raises(InvalidArgument, match=r"^Attempting to set invalid trace setting :trace_count is 0$"):
+        settings(path).update(None, {"trace_count": "0"})
     without = TraceSettings(Values(), "", fail)
     with pytest.raises(
         InvalidArgument, match=r"^Attempting to set invalid trace setting :trace file name is not given$"
     ):
         without.update("m", {"trace_level": ["TIMESTAMPS"]})
     assert without.update(None, {"trace_rate": "0"})["trace_rate"] == "0", "nothing is traced anyway"
+    assert without.update(None, {"trace_count": "0"})["trace_count"] == "0"
 
 
 @pytest.mark.parametrize(

@@ -400,7 +400,11 @@ class Servicer:
                 raise InvalidArgument(f"expect only 1 value for '{key}'")
             else:
                 values[key] = given[0]
-        settings = self._trace_settings.update(model, values) if values else self._trace_settings.get(model)
+        try:
+            settings = self._trace_settings.update(model, values) if values else self._trace_settings.get(model)
+        except InvalidArgument as error:
+            # Triton's text over HTTP has no space there.
+            raise InvalidArgument(error.message.replace("value >= -1, got:", "value >= -1, got: ")) from None
         return documents.trace_settings(settings)
 
     async def _log_setting(self, request: Message, peer: str) -> Message:

@@ -32,6 +32,7 @@ from naiad.frontends.grpc.servicer import Servicer
 from naiad.messages import Tensor
 from naiad.options import Restriction
 from naiad.protocol.regions import Regions
+from naiad.telemetry.trace import TraceSettings, Values
 
 Connect = Callable[..., AbstractAsyncContextManager["Connection"]]
 UNLIMITED = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
@@ -764,6 +765,11 @@ async def test_trace_settings(connect: Connect) -> None:
         )
         assert await connection.refusal(call("nonesuch")) == (invalid, "Request for unknown model : nonesuch")
         await call(trace_mode=["a", "b"], colour=["a", "b"])  # clients cannot change it
+    async with connect(trace_settings=TraceSettings(Values(), "", pytest.fail)) as connection:
+        assert await connection.refusal(call(trace_count=["-2"])) == (
+            invalid,
+            "Unable to parse 'trace_count'. Expecting value >= -1, got: -2",
+        )
 
 
 async def test_log_settings(connect: Connect) -> None:
