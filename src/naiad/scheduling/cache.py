@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 import importlib
 import math
+import os
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -206,6 +207,8 @@ class CachingScheduler:
         return self.inner.stopped(request)
 
     def submit(self, call: Call) -> None:
+        # What is kept, and what others get, shall not lie in memory of a client's.
+        call.request.destinations = None
         key = key_of(call.request, self._version, self._load)
         flight = self._flights.get(key)
         if flight is not None:
@@ -402,6 +405,16 @@ def _local(given: dict[str, str], tell: Callable[[str], None] | None) -> LocalSt
         raise InvalidArgument(
             "Failed to initialize LocalCache: config didn't contain a valid 'size' (bytes; 'ttl', if given, is in "
             f"seconds, 0 for ever), got {given}"
+        )
+    if size <= _ENTRY_OVERHEAD:
+        raise InvalidArgument(
+            f"Failed to initialize LocalCache: a 'size' of {size} bytes holds no response; give more than {_ENTRY_OVERHEAD}"
+        )
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if size > memory:
+        raise InvalidArgument(
+            f"Failed to initialize LocalCache: failed to allocate buffer: a 'size' of {size} bytes is more than the {memory} "
+            "bytes of memory of this machine"
         )
     return LocalStore(size, ttl_s, tell=tell)
 

@@ -8,11 +8,13 @@ import asyncio
 import os
 import re
 import socket
+import ssl
 from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import msgspec
 import redis.asyncio
+from redis.asyncio.connection import SSLConnection
 from redis.exceptions import AuthenticationError, RedisError
 
 from naiad.errors import InvalidArgument, Unavailable
@@ -36,6 +38,17 @@ _TLS_OPTIONS = {
 
 #: How long Redis may take for its first answer.
 _CHECK_TIMEOUT_S = 10
+
+
+class _NamedConnection(SSLConnection):
+    """A connection to a server that is known by another name than its host: the name asked for, and in its certificate."""
+
+    def __init__(self, *, sni: str, **options: Any) -> None:
+        super().__init__(**options)
+        self._sni = sni
+
+    def _connection_arguments(self) -> Mapping[str, Any]:
+        return {**super()._connection_arguments(), "server_hostname": self._sni}
 
 
 class RedisStore:
@@ -83,8 +96,10 @@ class RedisStore:
         if password is not None:
             options |= {"username": user, "password": password}
         if given.get("tls_enabled", "false").lower() in ("true", "on", "1"):
-            options |= {"connection_class": redis.asyncio.SSLConnection}
+            options |= {"connection_class": SSLConnection}
             options |= {name: given[key] for key, name in _TLS_OPTIONS.items() if key in given}
+            if "sni" in given:
+                options |= {"connection_class": _NamedConnection, "sni": given["sni"]}
         pool = redis.asyncio.BlockingConnectionPool(max_connections=pool_size, timeout=wait_s, **options)
         hint = "" if given["port"].isdecimal() else f" ('port' is '{given['port']}', which is no number)"
         return cls(redis.asyncio.Redis(connection_pool=pool), ttl_ms, report, hint)
@@ -149,6 +164,8 @@ def _name(key: bytes) -> bytes:
 
 def _reason(error: BaseException, has_password: bool) -> str:
     cause = error.__cause__ or error.__context__
+    if isinstance(cause, ssl.SSLError):
+        return str(cause)  # its number is none of the system's
     if isinstance(cause, OSError) and cause.errno:
         # What asyncio and redis say around it names neither host nor reason better.
         return str(cause.strerror) if isinstance(cause, socket.gaierror) else os.strerror(cause.errno)

@@ -5,10 +5,12 @@ import shutil
 import socket
 import subprocess
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import trustme
 from scheduling_fakes import Meddler
 
 from naiad.datatypes import DataType
@@ -131,6 +133,8 @@ def no_report(text: str, error: BaseException) -> None:
         ([("local", "ttl", "1")], "didn't contain a valid 'size'"),
         ([("local", "size", "1"), ("local", "ttl", "-1")], "didn't contain a valid 'size'"),
         ([("local", "sise", "1")], "has no setting 'sise'"),
+        ([("local", "size", "512")], "a 'size' of 512 bytes holds no response; give more than 512"),
+        ([("local", "size", "1000000000000000")], "failed to allocate buffer: .* memory of this machine"),
         ([("local", "size", "1"), ("redis", "host", "h")], "only a single cache is currently supported"),
         ([("disk", "size", "1")], "unable to find cache 'disk'"),
     ],
@@ -380,6 +384,12 @@ def test_versions_that_were_loaded_separately_share_no_answers() -> None:
 
 @pytest.fixture
 async def redis_port(tmp_path: Path) -> AsyncIterator[int]:
+    async with redis_server(tmp_path, "--port") as port:
+        yield port
+
+
+@asynccontextmanager
+async def redis_server(directory: Path, port_option: str, *more: str) -> AsyncIterator[int]:
     pytest.importorskip("redis", reason="the Python package redis is not installed (extra 'redis')")
     program = shutil.which("redis-server")
     if program is None:
@@ -388,7 +398,7 @@ async def redis_port(tmp_path: Path) -> AsyncIterator[int]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     server = subprocess.Popen(  # noqa: ASYNC220 - returns at once
-        [program, "--port", str(port), "--save", "", "--bind", "127.0.0.1", "--dir", str(tmp_path)],
+        [program, port_option, str(port), "--save", "", "--bind", "127.0.0.1", "--dir", str(directory), *more],
         stdout=subprocess.DEVNULL,
     )
     async with asyncio.timeout(20):
@@ -401,9 +411,11 @@ async def redis_port(tmp_path: Path) -> AsyncIterator[int]:
                 writer.close()
                 await writer.wait_closed()
                 break
-    yield port
-    server.terminate()
-    server.wait(10)
+    try:
+        yield port
+    finally:
+        server.terminate()
+        server.wait(10)
 
 
 def redis_settings(number: int, **more: str) -> list[Setting]:
@@ -446,6 +458,27 @@ async def test_redis_is_checked_before_its_first_use(redis_port: int) -> None:
     await allowed.check()
     await allowed.close()
     await good.close()
+
+
+async def test_redis_behind_tls_may_have_another_name_than_its_host(tmp_path: Path) -> None:
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+    certificate = authority.issue_cert("cache.example")
+    certificate.private_key_pem.write_to_path(tmp_path / "key.pem")
+    certificate.cert_chain_pems[0].write_to_path(tmp_path / "cert.pem")
+    files = {"cert": "cert.pem", "key": "key.pem", "ca-cert": "ca.pem"}
+    options = [text for key, name in files.items() for text in (f"--tls-{key}-file", str(tmp_path / name))]
+    secure = {"tls_enabled": "true", "cacert": str(tmp_path / "ca.pem")}
+    async with redis_server(tmp_path, "--tls-port", "--port", "0", "--tls-auth-clients", "no", *options) as port:
+        for settings, is_known in ((secure, False), ({**secure, "sni": "cache.example"}, True)):
+            store = store_of(redis_settings(port, **settings), no_report)
+            assert store is not None
+            if is_known:
+                await store.check()
+            else:
+                with pytest.raises(Unavailable, match="certificate"):
+                    await store.check()
+            await store.close()
 
 
 async def test_redis_that_is_not_there_is_said_at_the_start() -> None:
