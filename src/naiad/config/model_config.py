@@ -39,8 +39,6 @@ class TensorConfig:
     optional: bool = False
     ragged: bool = False
     label_filename: str = ""
-    is_shape_tensor: bool = False
-    format: str = "FORMAT_NONE"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +62,6 @@ class DynamicBatching:
     default_priority_level: int
     default_queue_policy: QueuePolicy
     priority_queue_policies: Mapping[int, QueuePolicy]
-
-    def queue_policy(self, level: int) -> QueuePolicy:
-        """The policy of a priority level; the default where the level has none of its own."""
-        return self.priority_queue_policies.get(level, self.default_queue_policy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +92,6 @@ class SequenceState:
     datatype: DataType
     dims: tuple[int, ...]
     initial_state: tuple[InitialState, ...] = ()
-    use_same_buffer_for_input_output: bool = False
-    use_growable_memory: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +118,6 @@ class EnsembleStep:
     model_version: int
     inputs: Mapping[str, str]
     outputs: Mapping[str, str]
-    model_namespace: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,15 +145,6 @@ class InstanceGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class VersionPolicy:
-    """Which of the versions on disk are served. `num_versions` belongs to "latest", `versions` to "specific"."""
-
-    kind: Literal["latest", "all", "specific"]
-    num_versions: int = 0
-    versions: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class WarmupInput:
     """`dims` are without the batch. `data_file` is a name in the model's folder `warmup`."""
 
@@ -183,23 +165,6 @@ class WarmupSample:
     count: int
 
 
-@dataclass(frozen=True, slots=True)
-class BatchInput:
-    """A tensor the server makes from the batch's composition; `kind` is Triton's, without "BATCH_"."""
-
-    kind: str
-    target_names: tuple[str, ...]
-    datatype: DataType
-    source_inputs: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class BatchOutput:
-    kind: str
-    target_names: tuple[str, ...]
-    source_inputs: tuple[str, ...]
-
-
 class ModelConfig:
     """A complete, valid configuration. Never changed after it is made; `proto` is for reading only.
 
@@ -208,12 +173,8 @@ class ModelConfig:
 
     __slots__ = (
         "backend",
-        "batch_inputs",
-        "batch_outputs",
         "batching",
-        "cc_model_filenames",
         "decoupled",
-        "default_model_filename",
         "dynamic_batching",
         "ensemble_steps",
         "inputs",
@@ -221,19 +182,15 @@ class ModelConfig:
         "json",
         "max_batch_size",
         "max_inflight_requests",
-        "metric_buckets",
         "metric_tags",
         "name",
         "outputs",
-        "parameters",
         "platform",
         "proto",
         "required_inputs",
         "response_cache",
-        "runtime",
         "scheduling",
         "sequence_batching",
-        "version_policy",
         "warmup",
     )
 
@@ -243,7 +200,6 @@ class ModelConfig:
         self.name: str = proto.name
         self.platform: str = proto.platform
         self.backend: str = proto.backend
-        self.runtime: str = proto.runtime
         self.max_batch_size: int = proto.max_batch_size
         self.batching = self.max_batch_size > 0
         self.inputs: dict[str, TensorConfig] = {io.name: _tensor(io, self.batching) for io in proto.input}
@@ -259,32 +215,8 @@ class ModelConfig:
         #: How many requests of each step of an ensemble may be under way; 0 is any number.
         self.max_inflight_requests: int = proto.ensemble_scheduling.max_inflight_requests
         self.instance_groups = tuple(_instance_group(group) for group in proto.instance_group)
-        self.version_policy = _version_policy(proto)
-        self.parameters: dict[str, str] = {key: proto.parameters[key].string_value for key in sorted(proto.parameters)}
-        self.default_model_filename: str = proto.default_model_filename
-        self.cc_model_filenames: dict[str, str] = dict(proto.cc_model_filenames)
         self.metric_tags: dict[str, str] = dict(sorted(proto.metric_tags.items()))
-        #: The bucket bounds of the histograms that `model_metrics` sets, by metric family.
-        self.metric_buckets: dict[str, tuple[float, ...]] = {
-            control.metric_identifier.family: tuple(control.histogram_options.buckets)
-            for control in proto.model_metrics.metric_control
-        }
         self.warmup = tuple(_warmup(sample) for sample in proto.model_warmup)
-        self.batch_inputs = tuple(
-            BatchInput(
-                _enum_name(item, "kind").removeprefix("BATCH_"),
-                tuple(item.target_name),
-                BY_NUMBER[item.data_type],
-                tuple(item.source_input),
-            )
-            for item in proto.batch_input
-        )
-        self.batch_outputs = tuple(
-            BatchOutput(
-                _enum_name(item, "kind").removeprefix("BATCH_"), tuple(item.target_name), tuple(item.source_input)
-            )
-            for item in proto.batch_output
-        )
         #: What `GET /v2/models/M/config` answers.
         self.json: bytes = orjson.dumps(to_dict(proto))
 
@@ -312,17 +244,6 @@ def only_instances_differ(old: Proto, new: Proto) -> bool:
     return not old.HasField("ensemble_scheduling") and bool(left == right)
 
 
-def _version_policy(proto: Proto) -> VersionPolicy:
-    policy = proto.version_policy
-    choice = policy.WhichOneof("policy_choice")
-    if choice == "specific":
-        return VersionPolicy("specific", versions=tuple(policy.specific.versions))
-    if choice == "latest":
-        return VersionPolicy("latest", num_versions=policy.latest.num_versions)
-    # An empty `version_policy {}` serves everything, as in Triton; only its absence means the latest.
-    return VersionPolicy("all")
-
-
 def _enum_name(message: Any, field: str) -> str:
     return str(message.DESCRIPTOR.fields_by_name[field].enum_type.values_by_number[getattr(message, field)].name)
 
@@ -339,8 +260,6 @@ def _tensor(io: Any, batching: bool) -> TensorConfig:
         optional=is_input and io.optional,
         ragged=is_input and io.allow_ragged_batch,
         label_filename="" if is_input else io.label_filename,
-        is_shape_tensor=io.is_shape_tensor,
-        format=_enum_name(io, "format") if is_input else "FORMAT_NONE",
     )
 
 
@@ -404,8 +323,6 @@ def _sequence_batching(batching: Any) -> SequenceBatching:
                     InitialState(initial.name, BY_NUMBER[initial.data_type], tuple(initial.dims), initial.data_file)
                     for initial in state.initial_state
                 ),
-                use_same_buffer_for_input_output=state.use_same_buffer_for_input_output,
-                use_growable_memory=state.use_growable_memory,
             )
             for state in batching.state
         ),
@@ -419,7 +336,6 @@ def _step(step: Any) -> EnsembleStep:
         model_version=step.model_version,
         inputs=dict(sorted(step.input_map.items())),
         outputs=dict(sorted(step.output_map.items())),
-        model_namespace=step.model_namespace,
     )
 
 

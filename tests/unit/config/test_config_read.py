@@ -33,7 +33,11 @@ def test_a_model_without_a_configuration(tmp_path: Path) -> None:
     draft = _read(_model(tmp_path / "m", None, "1/model.onnx"))
     assert (draft.name, draft.backend, draft.provided, draft.source) == ("m", "onnxruntime", False, "")
     config = finish(draft, {"max_batch_size": 4, "input": [], "output": [], "dynamic_batching": {}})
-    assert (config.name, config.platform, config.default_model_filename) == ("m", "onnxruntime_onnx", "model.onnx")
+    assert (config.name, config.platform, config.proto.default_model_filename) == (
+        "m",
+        "onnxruntime_onnx",
+        "model.onnx",
+    )
     assert config.dynamic_batching is not None
     assert config.dynamic_batching.preferred_batch_sizes == (4,)
     assert [(group.name, group.count) for group in config.instance_groups] == [("m", 2)]

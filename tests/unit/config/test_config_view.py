@@ -6,8 +6,6 @@ import pytest
 
 from naiad.config import complete
 from naiad.config.model_config import (
-    BatchInput,
-    BatchOutput,
     DynamicBatching,
     EnsembleStep,
     InitialState,
@@ -19,7 +17,6 @@ from naiad.config.model_config import (
     SequenceControl,
     SequenceState,
     TensorConfig,
-    VersionPolicy,
     WarmupInput,
     WarmupSample,
     only_instances_differ,
@@ -36,20 +33,15 @@ def _config(text: str) -> ModelConfig:
 
 def test_names_and_switches() -> None:
     config = _config(
-        'name: "m" platform: "p" backend: "b" runtime: "r" max_batch_size: 4 default_model_filename: "f"'
-        ' cc_model_filenames { key: "7.5" value: "g" } metric_tags { key: "team" value: "blue" }'
-        ' parameters { key: "k" value { string_value: "v" } } response_cache { enable: true }'
+        'name: "m" platform: "p" backend: "b" max_batch_size: 4'
+        ' metric_tags { key: "team" value: "blue" } response_cache { enable: true }'
         " model_transaction_policy { decoupled: true }"
-        ' model_metrics { metric_control { metric_identifier { family: "h" } histogram_options { buckets: [ 1, 2 ] } } }'
     )
-    assert (config.name, config.platform, config.backend, config.runtime) == ("m", "p", "b", "r")
-    assert (config.max_batch_size, config.batching, config.default_model_filename) == (4, True, "f")
-    assert config.cc_model_filenames == {"7.5": "g"}
+    assert (config.name, config.platform, config.backend) == ("m", "p", "b")
+    assert (config.max_batch_size, config.batching) == (4, True)
     assert config.metric_tags == {"team": "blue"}
-    assert config.parameters == {"k": "v"}
     assert config.response_cache
     assert config.decoupled
-    assert config.metric_buckets == {"h": (1.0, 2.0)}
     assert config.scheduling == "none"
     assert config.dynamic_batching is None
     assert config.sequence_batching is None
@@ -60,12 +52,12 @@ def test_tensors() -> None:
     config = _config(
         'max_batch_size: 2 input { name: "B" data_type: TYPE_STRING dims: [ -1 ] optional: true '
         "allow_ragged_batch: true } "
-        'input { name: "A" data_type: TYPE_FP32 dims: [ 3, 1, 1 ] format: FORMAT_NCHW reshape { shape: [ 3 ] } } '
+        'input { name: "A" data_type: TYPE_FP32 dims: [ 3, 1, 1 ] reshape { shape: [ 3 ] } } '
         'output { name: "Y" data_type: TYPE_BF16 dims: [ 1 ] label_filename: "labels.txt" reshape { } }'
     )
     assert list(config.inputs) == ["B", "A"]
     assert config.inputs["B"] == TensorConfig("B", DataType.BYTES, (-1,), (-1, -1), None, optional=True, ragged=True)
-    assert config.inputs["A"] == TensorConfig("A", DataType.FP32, (3, 1, 1), (-1, 3, 1, 1), (3,), format="FORMAT_NCHW")
+    assert config.inputs["A"] == TensorConfig("A", DataType.FP32, (3, 1, 1), (-1, 3, 1, 1), (3,))
     assert config.outputs["Y"] == TensorConfig("Y", DataType.BF16, (1,), (-1, 1), (), label_filename="labels.txt")
     assert config.required_inputs == {"A"}
 
@@ -88,8 +80,6 @@ def test_dynamic_batching() -> None:
     assert config.dynamic_batching == DynamicBatching(
         (2, 4), 7, False, 3, 2, default, {1: QueuePolicy(max_queue_size=1)}
     )
-    assert config.dynamic_batching.queue_policy(1) == QueuePolicy("REJECT", 0, False, 1)
-    assert config.dynamic_batching.queue_policy(2) == default
 
 
 def test_direct_sequence_batching() -> None:
@@ -138,11 +128,11 @@ def test_direct_is_the_default_strategy() -> None:
 
 def test_ensemble() -> None:
     config = _config(
-        'platform: "ensemble" ensemble_scheduling { step { model_name: "a" model_version: -1 model_namespace: "n"'
+        'platform: "ensemble" ensemble_scheduling { step { model_name: "a" model_version: -1'
         ' input_map { key: "I" value: "X" } output_map { key: "O" value: "Y" } } }'
     )
     assert config.scheduling == "ensemble"
-    assert config.ensemble_steps == (EnsembleStep("a", -1, {"I": "X"}, {"O": "Y"}, "n"),)
+    assert config.ensemble_steps == (EnsembleStep("a", -1, {"I": "X"}, {"O": "Y"}),)
 
 
 def test_instance_groups() -> None:
@@ -155,20 +145,6 @@ def test_instance_groups() -> None:
         InstanceGroup("g", "KIND_GPU", 2, (0, 1), ("1",), True, "h", (Resource("R", 4, True),), 3),
         InstanceGroup("c", "KIND_CPU", 1),
     )
-
-
-@pytest.mark.parametrize(
-    ("text", "policy"),
-    [
-        ("", VersionPolicy("latest", num_versions=1)),
-        ("version_policy { latest { num_versions: 3 } }", VersionPolicy("latest", num_versions=3)),
-        ("version_policy { all { } }", VersionPolicy("all")),
-        ("version_policy { }", VersionPolicy("all")),
-        ("version_policy { specific { versions: [ 3, 1 ] } }", VersionPolicy("specific", versions=(3, 1))),
-    ],
-)
-def test_version_policy(text: str, policy: VersionPolicy) -> None:
-    assert _config(text).version_policy == policy
 
 
 def test_warmup() -> None:
@@ -192,15 +168,6 @@ def test_warmup() -> None:
         ),
         WarmupSample("v", 0, (), 1),
     )
-
-
-def test_batch_inputs_and_outputs() -> None:
-    config = _config(
-        'batch_input { kind: BATCH_ITEM_SHAPE target_name: "T" data_type: TYPE_INT32 source_input: "X" }'
-        ' batch_output { target_name: "Y" source_input: "X" }'
-    )
-    assert config.batch_inputs == (BatchInput("ITEM_SHAPE", ("T",), DataType.INT32, ("X",)),)
-    assert config.batch_outputs == (BatchOutput("SCATTER_WITH_INPUT_SHAPE", ("Y",), ("X",)),)
 
 
 def test_json_is_the_dict_and_the_dict_is_the_callers() -> None:
