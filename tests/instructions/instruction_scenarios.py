@@ -345,7 +345,7 @@ class _Server:
         instance = self.host.instance
         batcher = DynamicScheduler("identity", RequestQueue(64), [instance], statistics, report=_fail)
         instance.attach()
-        model = Model(CONFIG, 1, batcher, statistics, {}, None, 0.0)
+        model = Model(CONFIG, 1, batcher, statistics, {}, None)
         table = ModelTable()
         table.records["identity"] = Record("identity", models={1: model}, latest=model)
         self.engine = Engine(SimpleNamespace(table=table))  # type: ignore[arg-type]

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import time
 from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -70,9 +69,8 @@ class ModelLoader:
         """Loads one version. Raises NaiadError; then nothing of it is left."""
         draft = source.draft
         assert isinstance(draft, Draft), "this is a bug: a source that could not be read is being loaded"
-        start = time.monotonic()
         if draft.is_ensemble:
-            return await self._load_ensemble(draft, version, start)
+            return await self._load_ensemble(draft, version)
         version_directory = source.directory.versions[version].directory
         settings = dict(self._backend_settings(draft.backend))
         parameters = {key: value.string_value for key, value in draft.proto.parameters.items()}
@@ -106,7 +104,7 @@ class ModelLoader:
             hosted, self._limiter, version, statistics, Path(draft.directory), self._log, self._gpu_limits
         )
         try:
-            return await self._load_into(instances, draft, version, start)
+            return await self._load_into(instances, draft, version)
         except BaseException:
             await instances.close(0)
             raise
@@ -128,7 +126,7 @@ class ModelLoader:
         path = self._backend_directory / backend / "model.py"
         return path if path.is_file() else None
 
-    async def _load_into(self, instances: VersionInstances, draft: Draft, version: int, start: float) -> Model:
+    async def _load_into(self, instances: VersionInstances, draft: Draft, version: int) -> Model:
         hosted = instances.hosted
         proposal = await hosted.complete(prepare(draft, uses_gpus=hosted.uses_gpus)) if self._auto_complete else None
         config = finish(draft, proposal, uses_gpus=hosted.uses_gpus)
@@ -144,7 +142,6 @@ class ModelLoader:
             statistics,
             labels,
             instances,
-            time.monotonic() - start,
             readiness=hosted.is_ready if hosted.checks_readiness else None,
         )
 
@@ -181,7 +178,7 @@ class ModelLoader:
             report=self._log.exception,
         )
 
-    async def _load_ensemble(self, draft: Draft, version: int, start: float) -> Model:
+    async def _load_ensemble(self, draft: Draft, version: int) -> Model:
         config = finish(draft)
         held: dict[tuple[str, int], Model] = {}
         try:
@@ -198,14 +195,14 @@ class ModelLoader:
                 if (step.model_name, step.model_version) not in held:
                     member.hold()
                     held[step.model_name, step.model_version] = member
-            return await self._load_ensemble_of(held, config, draft, version, start)
+            return await self._load_ensemble_of(held, config, draft, version)
         except BaseException:
             for member in held.values():
                 member.let_go()
             raise
 
     async def _load_ensemble_of(
-        self, held: Mapping[tuple[str, int], Model], config: ModelConfig, draft: Draft, version: int, start: float
+        self, held: Mapping[tuple[str, int], Model], config: ModelConfig, draft: Draft, version: int
     ) -> Model:
         """An ensemble keeps the versions it was made of: what is in flight ends on them, whatever becomes of them."""
         models: dict[str, ModelConfig] = {}
@@ -226,8 +223,7 @@ class ModelLoader:
         members = members_of(config, models)
         scheduler = EnsembleScheduler(config, version, members, statistics, infer, self._log.exception)
         cached = self._cached(scheduler, config, version, statistics)
-        duration_s = time.monotonic() - start
-        return Model(config, version, cached, statistics, labels, None, duration_s, tuple(held.values()))
+        return Model(config, version, cached, statistics, labels, None, tuple(held.values()))
 
 
 def queue_for(config: ModelConfig) -> RequestQueue:

@@ -31,7 +31,6 @@ class Model(ServedModel):
         statistics: ModelStatistics,
         labels: dict[str, list[str]],
         instances: VersionInstances | None,
-        load_duration_s: float,
         members: Sequence["Model"] = (),
         readiness: Callable[[], Awaitable[bool]] | None = None,
     ) -> None:
@@ -39,7 +38,6 @@ class Model(ServedModel):
         self.scheduler = scheduler
         self.instances = instances
         self.statistics = statistics
-        self.load_duration_s = load_duration_s
         #: Asks the model's own code whether it is ready; None for most, which have nothing to say.
         self.readiness = readiness
         self.check = RequestCheck(config)

@@ -54,7 +54,7 @@ class SlowLoader:
             raise self.errors[name]
         assert isinstance(source.draft, Draft)
         statistics = ModelStatistics(name, str(version))
-        return Model(finish(source.draft), version, Idle(), statistics, {}, None, 0.0)  # type: ignore[arg-type]
+        return Model(finish(source.draft), version, Idle(), statistics, {}, None)  # type: ignore[arg-type]
 
     async def update(self, model: Any, source: Source) -> Any:
         raise AssertionError("nothing here has instances")
