@@ -69,8 +69,7 @@ class Option:
 
     `parse` turns the text of one occurrence into a value (an element of the tuple, if `repeatable`) and raises
     ValueError with the reason. `check` returns what is wrong with the field's value, or None. A `switch` takes no
-    value. An option that is not `available` is refused and not shown. `unused` says why one has no effect: it is taken
-    for the sake of command lines of Triton.
+    value. `unused` says why an option has no effect: it is taken for the sake of command lines of Triton.
     """
 
     flag: str
@@ -82,7 +81,6 @@ class Option:
     repeatable: bool = False
     switch: bool = False
     aliases: tuple[str, ...] = ()
-    available: bool = True
     unused: str = ""
 
 
@@ -370,7 +368,6 @@ def _option(
     repeatable: bool = False,
     switch: bool = False,
     aliases: tuple[str, ...] = (),
-    available: bool = True,
     unused: str = "",
 ) -> Any:
     """A field of ServerOptions with its Option. `kind` decides how texts are read unless `parse` does."""
@@ -385,7 +382,6 @@ def _option(
         repeatable=repeatable,
         switch=switch,
         aliases=aliases,
-        available=available,
         unused=unused,
     )
     return dataclasses.field(default=default, metadata={"option": option})
@@ -1013,8 +1009,6 @@ def parse_options(given: Mapping[str, Iterable[str]]) -> ServerOptions:
     values: dict[str, Any] = {}
     for name, texts in given.items():
         option = OPTIONS[name]
-        if not option.available:
-            raise InvalidArgument(f"{option.flag} is not supported by this server")
         try:
             parsed = [option.parse(text) for text in texts]
         except ValueError as error:

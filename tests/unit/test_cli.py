@@ -1,4 +1,3 @@
-import dataclasses
 import subprocess
 import sys
 import types
@@ -102,22 +101,12 @@ def test_what_there_is_not_may_be_off(served):
     assert served == [ServerOptions(model_repository=("/a",))]
 
 
-def test_an_option_that_is_off_is_neither_shown_nor_accepted(served, capsys, monkeypatch):
-    assert run("--model-repository=/a", "--id=x") == 0
-    monkeypatch.setitem(OPTIONS, "id", dataclasses.replace(OPTIONS["id"], available=False))
-    assert run("--model-repository=/a", "--id=x") == 1
-    assert "option '--id' is not supported by this server" in capsys.readouterr().err
-    run("--model-repository=/a", "--help")
-    assert "--id " not in capsys.readouterr().err
-
-
 def test_help_shows_every_option_under_its_heading(capsys):
     assert run("serve", "--help") == 0
     printed = capsys.readouterr().out
     for option in OPTIONS.values():
-        if option.available:
-            assert option.flag in printed
-            assert f"{option.group}:" in printed
+        assert option.flag in printed
+        assert f"{option.group}:" in printed
 
 
 def test_help_keeps_flags_whole_and_says_what_is_the_default(capsys):

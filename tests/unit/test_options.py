@@ -206,12 +206,6 @@ def test_wrong_values_of_options_that_may_be_off(name, text, message):
         OPTIONS[name].parse(text)
 
 
-def test_an_option_that_is_not_available_is_refused(monkeypatch):
-    monkeypatch.setitem(OPTIONS, "id", dataclasses.replace(OPTIONS["id"], available=False))
-    with pytest.raises(InvalidArgument, match="--id is not supported by this server"):
-        options(id=["x"])
-
-
 def test_a_repository_is_needed():
     with pytest.raises(InvalidArgument, match="--model-repository must be specified"):
         ServerOptions()

@@ -3,7 +3,6 @@
 import signal
 import sys
 import textwrap
-from collections.abc import Iterable
 from itertools import groupby
 from typing import Any, NoReturn
 
@@ -55,7 +54,7 @@ class _Serve(click.Command):
     """The command. Its click options keep the texts as they are; `parse_options` understands them."""
 
     def __init__(self) -> None:
-        options = [_click_option(name, option) for name, option in OPTIONS.items() if option.available]
+        options = [_click_option(name, option) for name, option in OPTIONS.items()]
         super().__init__(
             "serve",
             params=[*options, *map(_option_that_must_be_off, REFUSED_WHERE_TRUE)],
@@ -75,7 +74,7 @@ class _Serve(click.Command):
             raise _WrongUsage(error.format_message()) from None
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        for group, options in groupby(_available(), key=lambda option: option.group):
+        for group, options in groupby(OPTIONS.values(), key=lambda option: option.group):
             with formatter.section(group):
                 formatter.write("\n".join(_help_of(option, formatter.width) for option in options) + "\n")
 
@@ -96,10 +95,6 @@ class _WrongUsage(click.ClickException):
 
     def show(self, file: Any = None) -> None:
         click.echo(f"{self.message}\nTry 'naiad serve --help' for the options.", file=sys.stderr)
-
-
-def _available() -> Iterable[Option]:
-    return (option for option in OPTIONS.values() if option.available)
 
 
 def _click_option(name: str, option: Option) -> click.Option:
@@ -148,8 +143,6 @@ def _unknown(error: click.NoSuchOption) -> click.ClickException:
     flag = error.option_name
     if flag in REFUSED:
         return _not_supported(flag)
-    if any(flag == option.flag for option in OPTIONS.values()):
-        return _WrongUsage(f"naiad: option '{flag}' is not supported by this server")
     hint = f" Did you mean {' or '.join(sorted(error.possibilities))}?" if error.possibilities else ""
     return _WrongUsage(f"naiad: unrecognized option '{flag}'.{hint}")
 
