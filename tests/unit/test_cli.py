@@ -203,6 +203,11 @@ def test_init_says_where_the_file_of_a_model_goes(tmp_path, backend, file):
     assert f'backend: "{backend}"' in (tmp_path / "mine/config.pbtxt").read_text()
 
 
+def test_the_line_that_serves_it_can_be_copied_whatever_the_folder_is_called(tmp_path):
+    result = CliRunner().invoke(init.command, [str(tmp_path / "my models" / "mine"), "--backend=python"])
+    assert result.output.endswith(f"serve it with: naiad serve --model-repository='{tmp_path}/my models'\n")
+
+
 def test_init_overwrites_nothing(tmp_path):
     result = CliRunner().invoke(init.command, [str(tmp_path), "--backend=python"])
     assert result.exit_code == 1

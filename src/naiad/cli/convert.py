@@ -1,5 +1,6 @@
 """`naiad convert`: a model of one framework becomes a model of the repository, with its configuration."""
 
+import shlex
 import tempfile
 from pathlib import Path
 
@@ -118,7 +119,7 @@ def command(
     _show(done, console)
     click.echo(f"wrote {version / TARGETS[target][1]}")
     click.echo(f"wrote {config}" if written else f"kept {config}; --force replaces it")
-    click.echo(f"serve it with: naiad serve --model-repository={version.parent.parent}")
+    click.echo(f"serve it with: naiad serve --model-repository={shlex.quote(str(version.parent.parent))}")
 
 
 def _folder(root: str, version: Path) -> Path:

@@ -1,6 +1,7 @@
 """`naiad init`: something to start from: the example repository, or the folder of one new model."""
 
 import re
+import shlex
 from pathlib import Path
 
 import click
@@ -117,7 +118,7 @@ def command(directory: Path, example: bool, backend: str | None, frameworks: str
         raise click.ClickException(error.message) from error
     except OSError as error:
         raise click.ClickException(f"cannot write {error.filename}: {error.strerror}") from error
-    click.echo(f"serve it with: naiad serve --model-repository={repository}")
+    click.echo(f"serve it with: naiad serve --model-repository={shlex.quote(str(repository))}")
 
 
 def _write(directory: Path, backend: str | None, frameworks: str) -> Path:
