@@ -1,11 +1,12 @@
 """How many processor cores a host may use, for frameworks that size a thread pool. Runs in hosts.
 
 Frameworks ask the machine, not the container they are in, and know nothing of other instances; both make them
-start far too many threads.
+start far too many threads. `Occupancy` says whether a batch has the cores for itself.
 """
 
 import math
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,42 @@ def available_cores(root: Path = Path("/")) -> int:
 
 def cores_per_instance(config: dict[str, Any]) -> int:
     """The cores of one CPU instance, so that all of its model running at once do not fight over them."""
-    instances = sum(
-        int(group.get("count", 1)) for group in config.get("instance_group", ()) if group.get("kind") != "KIND_GPU"
-    )
-    return max(1, available_cores() // max(1, instances))
+    return max(1, available_cores() // _instances(config))
+
+
+def cores_left_to_all(config: dict[str, Any]) -> int:
+    """The threads of a pool that all CPU instances of a model share, so that those and the instances' own are as many
+    as there are cores."""
+    return max(1, available_cores() - _instances(config) + 1)
+
+
+class Occupancy:
+    """Who computes in this process: of instances that are its threads, each calls `enter` and `leave` around a batch."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._was_alone = True
+
+    def enter(self) -> bool:
+        """Whether all cores are there for this batch: nobody else computes, and nobody did as the batch before began.
+        Without the latter, whoever begins in the short gap between two batches of another would take cores away."""
+        with self._lock:
+            self._inside += 1
+            alone = self._inside == 1
+            is_free = alone and self._was_alone
+            self._was_alone = alone
+            return is_free
+
+    def leave(self) -> None:
+        with self._lock:
+            self._inside -= 1
+
+
+def _instances(config: dict[str, Any]) -> int:
+    """Those on CPUs, of which one asks."""
+    groups = config.get("instance_group", ())
+    return max(1, sum(int(group.get("count", 1)) for group in groups if group.get("kind") != "KIND_GPU"))
 
 
 def _siblings(root: Path, cpu: int) -> str:

@@ -1,4 +1,8 @@
-"""The backend `onnxruntime`: ONNX models, one session per instance. Runs in hosts, on the instance's thread.
+"""The backend `onnxruntime`: ONNX models. Runs in hosts, on the instance's thread.
+
+On the CPU all instances share two sessions: one computes with all cores, for a batch that has no other beside it, the
+other is for batches that run at the same time. Each instance has a session of its own where it is not on the CPU, where
+the configuration says how many threads a session has, and with custom operators, which may not bear two threads.
 
 Session options, execution providers and the checks of a configuration against the model's own signature are
 those of Triton's ONNX Runtime backend, texts included. Arrays go in without a copy; ONNX Runtime makes the
@@ -13,6 +17,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from time import perf_counter_ns
 from typing import Any, ClassVar
 
 import ml_dtypes
@@ -21,7 +26,7 @@ import numpy as np
 from naiad.backends.api import Array, ArrayBackend, ConfigDict, InstanceContext, ModelContext
 from naiad.backends.arrays import from_text, to_text
 from naiad.backends.configured import control_inputs, framework_dims, integer, shape_text, wrong_dims
-from naiad.backends.cores import cores_per_instance
+from naiad.backends.cores import Occupancy, available_cores, cores_left_to_all, cores_per_instance
 from naiad.backends.placement import first_instance
 from naiad.datatypes import DataType
 from naiad.errors import Internal, InvalidArgument, NaiadError, Unavailable, Unsupported
@@ -98,6 +103,11 @@ _BUILDS = {
     "TensorrtExecutionProvider": "onnxruntime-gpu",
 }
 
+#: To wake other threads for a batch that takes less is slower than to leave it to one.
+_WORTH_WAKING_NS = 150_000
+#: Of what all instances of this process compute on its CPUs, of whatever model.
+_occupancy = Occupancy()
+
 _STATUS = re.compile(r"\[ONNXRuntimeError\] : (\d+) : \w+ : (.*)", re.DOTALL)
 
 
@@ -107,6 +117,17 @@ class _TensorInfo:
 
     datatype: DataType
     shape: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class _Sessions:
+    """What runs a model. Several threads may do so at once."""
+
+    #: For a batch that has all cores, and for one that has not.
+    alone: Any
+    together: Any
+    #: What the last batch took.
+    took_ns: int = _WORTH_WAKING_NS
 
 
 Conversion = Callable[[Any], Any]
@@ -168,14 +189,17 @@ class OnnxRuntimeBackend(ArrayBackend):
 
     def __init__(self, model: ModelContext, instance: InstanceContext) -> None:
         self._model_name = model.name
-        # ONNX Runtime would start a thread for each core of the machine, and so would every other instance of
-        # the model; two of them computing at once would then take turns on the same cores.
-        options = _session_options(model, threads=cores_per_instance(model.config))
-        self._session = _open_session(model, instance, options)
+        if _can_share(model, instance):
+            self._sessions = model.shared("sessions", lambda: _open_shared(model, instance))
+        else:
+            session = _open_session(model, instance, _session_options(model, cores_per_instance(model.config)))
+            self._sessions = _Sessions(session, session)
+        self._occupancy = Occupancy() if instance.kind == "KIND_GPU" else _occupancy
         self._run_options = _run_options(model.parameters)
-        inputs = _infos(self._session.get_inputs())
-        optional = _infos(self._session.get_overridable_initializers())
-        outputs = _infos(self._session.get_outputs())
+        session = self._sessions.alone
+        inputs = _infos(session.get_inputs())
+        optional = _infos(session.get_overridable_initializers())
+        outputs = _infos(session.get_outputs())
         _check_controls(model, inputs)
         _check_inputs(model, inputs, optional)
         _check_outputs(model, outputs)
@@ -197,11 +221,15 @@ class OnnxRuntimeBackend(ArrayBackend):
             if name in feeds:
                 feeds[name] = convert(feeds[name])
         names = list(outputs)
+        sessions = self._sessions
+        is_free = self._occupancy.enter()
+        session = sessions.alone if is_free and sessions.took_ns >= _WORTH_WAKING_NS else sessions.together
+        began_ns = perf_counter_ns()
         try:
             if self._values_out:
-                arrays = self._run_values(names, feeds)
+                arrays = self._run_values(session, names, feeds)
             else:
-                arrays = self._session.run(names, feeds, self._run_options)
+                arrays = session.run(names, feeds, self._run_options)
         except UnicodeDecodeError as error:
             raise Unsupported(
                 f"model '{self._model_name}' answered {error.object[:20]!r}, which is not UTF-8; ONNX Runtime's Python"
@@ -209,25 +237,46 @@ class OnnxRuntimeBackend(ArrayBackend):
             ) from error
         except Exception as error:
             raise _translated(error) from error
+        finally:
+            sessions.took_ns = perf_counter_ns() - began_ns
+            self._occupancy.leave()
         results: dict[str, Array] = dict(zip(names, arrays, strict=True))
         for name, convert in self._output_conversions:
             if name in results:
                 results[name] = convert(results[name])
         return results
 
-    def _run_values(self, names: list[str], feeds: dict[str, Any]) -> list[Array]:
+    def _run_values(self, session: Any, names: list[str], feeds: dict[str, Any]) -> list[Array]:
         values = {
             name: feed if isinstance(feed, ort.OrtValue) else ort.OrtValue.ortvalue_from_numpy(feed)
             for name, feed in feeds.items()
         }
-        results = self._session.run_with_ort_values(names, values, self._run_options)
+        results = session.run_with_ort_values(names, values, self._run_options)
         return [_array(result) for result in results]
 
     def close(self) -> None:
-        del self._session
+        del self._sessions
 
 
 # --- sessions ---------------------------------------------------------------------------------------------------
+
+
+def _can_share(model: ModelContext, instance: InstanceContext) -> bool:
+    """Not where somebody has said what a session is to have, nor where code of others would run in two threads."""
+    parameters = model.parameters
+    counts = (integer(parameters.get(f"{kind}_op_thread_count", "0")) for kind in ("intra", "inter"))
+    has_own_operators = bool(model.config.get("model_operations", {}).get("op_library_filename"))
+    return len(_providers(model, instance)) == 1 and not any(counts) and not has_own_operators
+
+
+def _open_shared(model: ModelContext, instance: InstanceContext) -> _Sessions:
+    """Two, since batches that run at once with the threads of all cores wait for each other's threads: they take an
+    eighth longer than with so few threads that each has a core, with which a batch that runs alone takes much longer."""
+    cores, left = available_cores(), cores_left_to_all(model.config)
+    alone = _open_session(model, instance, _session_options(model, cores))
+    if left == cores or _has_global_threads(model):
+        return _Sessions(alone, alone)
+    return _Sessions(alone, _open_session(model, instance, _session_options(model, left)))
 
 
 def _open_session(model: ModelContext, instance: InstanceContext, options: Any) -> Any:
@@ -289,7 +338,7 @@ def _session_options(model: ModelContext, threads: int) -> Any:
         )
     options.execution_mode = _EXECUTION_MODES[mode]
 
-    if _boolean(model.settings.get("enable-global-threadpool", "0")):
+    if _has_global_threads(model):
         _start_global_threads(
             integer(model.settings.get("intra_op_thread_count", "0")),
             integer(model.settings.get("inter_op_thread_count", "0")),
@@ -308,6 +357,10 @@ def _session_options(model: ModelContext, threads: int) -> Any:
         if key.startswith("session."):
             options.add_session_config_entry(key, value)
     return options
+
+
+def _has_global_threads(model: ModelContext) -> bool:
+    return _boolean(model.settings.get("enable-global-threadpool", "0"))
 
 
 @functools.cache

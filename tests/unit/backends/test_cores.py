@@ -73,3 +73,45 @@ class TestAvailableCores:
 def test_instances_share_the_cores(groups: list[object], expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cores, "available_cores", lambda: 8)
     assert cores.cores_per_instance({"instance_group": groups}) == expected
+
+
+@pytest.mark.parametrize(
+    ("groups", "expected"),
+    [
+        ([], 8),
+        ([{"count": 1, "kind": "KIND_CPU"}], 8),
+        ([{"count": 2, "kind": "KIND_CPU"}, {"count": 4, "kind": "KIND_GPU"}], 7),
+        ([{"count": 4, "kind": "KIND_CPU"}], 5),
+        ([{"count": 20, "kind": "KIND_CPU"}], 1),
+    ],
+)
+def test_a_shared_pool_and_its_instances_are_as_many_as_the_cores(
+    groups: list[object], expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cores, "available_cores", lambda: 8)
+    assert cores.cores_left_to_all({"instance_group": groups}) == expected
+
+
+class TestOccupancy:
+    def test_one_batch_after_the_other(self) -> None:
+        occupancy = cores.Occupancy()
+        for _ in range(3):
+            assert occupancy.enter()
+            occupancy.leave()
+
+    def test_batches_at_once(self) -> None:
+        occupancy = cores.Occupancy()
+        assert occupancy.enter()
+        assert not occupancy.enter()
+        occupancy.leave()
+        assert not occupancy.enter()
+
+    def test_a_short_gap_between_those_of_another_is_no_freedom(self) -> None:
+        occupancy = cores.Occupancy()
+        occupancy.enter()
+        occupancy.enter()
+        occupancy.leave()
+        occupancy.leave()
+        assert not occupancy.enter()
+        occupancy.leave()
+        assert occupancy.enter()

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ ort = pytest.importorskip("onnxruntime")
 
 from onnx import TensorProto, helper  # noqa: E402
 
+from naiad.backends import onnxruntime as module  # noqa: E402
 from naiad.backends.onnxruntime import OnnxRuntimeBackend, _load_cuda_libraries  # noqa: E402
 
 FLOAT, INT64, STRING, BOOL, BF16 = (
@@ -566,19 +568,26 @@ class TestProviderOptions:
         assert caught.value.message == text
 
 
+def opened_sessions(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The SessionOptions of all that are opened from now on, on a machine of 12 cores."""
+    real = ort.InferenceSession
+    seen: list[Any] = []
+
+    def session(path: str, options: Any, **more: Any) -> Any:
+        seen.append(options)
+        return real(path, options, **more)
+
+    monkeypatch.setattr(ort, "InferenceSession", session)
+    monkeypatch.setattr("naiad.backends.cores.available_cores", lambda: 12)
+    monkeypatch.setattr("naiad.backends.onnxruntime.available_cores", lambda: 12)
+    return seen
+
+
 class TestOptions:
     @pytest.fixture
     def options(self, monkeypatch: pytest.MonkeyPatch, context: Any) -> Callable[..., Any]:
         """The SessionOptions a session is opened with."""
-        real = ort.InferenceSession
-        seen: list[Any] = []
-
-        def session(path: str, options: Any, **more: Any) -> Any:
-            seen.append(options)
-            return real(path, options, **more)
-
-        monkeypatch.setattr(ort, "InferenceSession", session)
-        monkeypatch.setattr("naiad.backends.cores.available_cores", lambda: 12)
+        seen = opened_sessions(monkeypatch)
 
         def make(settings: dict[str, str] | None = None, **config: Any) -> Any:
             OnnxRuntimeBackend(context(PLAIN, identity_config(**config), settings), CPU)
@@ -600,9 +609,6 @@ class TestOptions:
         optimization = {} if level is None else {"graph": {"level": level}}
         assert options(optimization=optimization).graph_optimization_level.name == expected
 
-    def test_threads_are_the_cores_shared_by_the_instances(self, options: Any) -> None:
-        assert options(instance_group=[{"kind": "KIND_CPU", "count": 2}]).intra_op_num_threads == 6
-
     def test_threads_rest_between_batches(self, options: Any) -> None:
         assert options().get_session_config_entry("session.force_spinning_stop") == "1"
 
@@ -622,6 +628,102 @@ class TestOptions:
         assert found.enable_cpu_mem_arena is False
         assert found.enable_mem_pattern is False
         assert found.get_session_config_entry("session.use_device_allocator_for_initializers") == "1"
+
+
+class Recorded:
+    """A session that says which it is and may be made to wait in `run`."""
+
+    def __init__(self, session: Any, log: list[str], name: str) -> None:
+        self._session, self._log, self._name = session, log, name
+        self.inside = threading.Event()
+        self.go_on = threading.Event()
+        self.go_on.set()
+
+    def run(self, *arguments: Any) -> Any:
+        self._log.append(self._name)
+        self.inside.set()
+        assert self.go_on.wait(60)
+        return self._session.run(*arguments)
+
+
+class TestInstances:
+    """What the instances of a model share."""
+
+    @pytest.fixture
+    def threads(self, monkeypatch: pytest.MonkeyPatch, context: Any) -> Callable[..., list[int]]:
+        """The threads of each session that a model with these instances opens."""
+        seen = opened_sessions(monkeypatch)
+
+        def make(count: int, settings: dict[str, str] | None = None, **config: Any) -> list[int]:
+            groups = [{"kind": "KIND_CPU", "count": count}]
+            model = context(PLAIN, identity_config(instance_group=groups, **config), settings)
+            for number in range(count):
+                OnnxRuntimeBackend(model, InstanceContext(f"m_0_{number}", "KIND_CPU"))
+            return [options.intra_op_num_threads for options in seen]
+
+        return make
+
+    @pytest.mark.parametrize(("count", "expected"), [(1, [12]), (2, [12, 11]), (4, [12, 9]), (13, [12, 1])])
+    def test_two_sessions_serve_all(self, count: int, expected: list[int], threads: Any) -> None:
+        assert threads(count) == expected
+
+    @pytest.mark.parametrize(
+        ("parameter", "expected"), [("intra_op_thread_count", [3, 3]), ("inter_op_thread_count", [6, 6])]
+    )
+    def test_who_says_how_many_threads_gets_them_for_each(
+        self, parameter: str, expected: list[int], threads: Any
+    ) -> None:
+        assert threads(2, parameters={parameter: {"string_value": "3"}}) == expected
+
+    def test_custom_operators_may_not_bear_two_threads(self, threads: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(ort.SessionOptions, "register_custom_ops_library", lambda options, path: None)
+        assert threads(2, model_operations={"op_library_filename": ["own.so"]}) == [6, 6]
+
+    @pytest.fixture
+    def pair(self, context: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+        """Two instances, their sessions, and which of them ran."""
+
+        def make(least_ns: int) -> Any:
+            opened_sessions(monkeypatch)
+            monkeypatch.setattr(module, "_WORTH_WAKING_NS", least_ns)
+            model = context(PLAIN, identity_config(instance_group=[{"kind": "KIND_CPU", "count": 2}]))
+            one, two = (OnnxRuntimeBackend(model, InstanceContext(f"m_0_{number}", "KIND_CPU")) for number in (0, 1))
+            log: list[str] = []
+            sessions = one._sessions
+            assert two._sessions is sessions
+            sessions.alone = Recorded(sessions.alone, log, "alone")
+            sessions.together = Recorded(sessions.together, log, "together")
+            return one, two, sessions, log
+
+        return make
+
+    def test_a_batch_with_no_other_beside_it_has_all_cores(self, pair: Any) -> None:
+        one, two, sessions, log = pair(0)
+        assert one.run({"x": X}, ["y"])["y"].tolist() == X.tolist()
+        sessions.alone.inside.clear()
+        sessions.alone.go_on.clear()
+        other = threading.Thread(target=one.run, args=({"x": X}, ["y"]))
+        other.start()
+        assert sessions.alone.inside.wait(60)
+        assert two.run({"x": X}, ["y"])["y"].tolist() == X.tolist()
+        sessions.alone.go_on.set()
+        other.join(60)
+        for instance in (one, two, one):
+            instance.run({"x": X}, ["y"])
+        assert log == ["alone", "alone", "together", "together", "alone", "alone"]
+
+    def test_one_that_fails_gives_its_cores_back(self, pair: Any) -> None:
+        one, two, _, log = pair(0)
+        with pytest.raises(NaiadError):
+            one.run({"x": X[:3]}, ["y"])
+        assert two.run({"x": X}, ["y"])["y"].tolist() == X.tolist()
+        assert log == ["alone", "alone"]
+
+    def test_short_ones_wake_nobody(self, pair: Any) -> None:
+        one, _, _, log = pair(3_600_000_000_000)
+        for _ in range(3):
+            one.run({"x": X}, ["y"])
+        assert log[1:] == ["together", "together"]
 
 
 def test_a_library_of_operators_that_is_not_there(load: Load) -> None:
