@@ -8,7 +8,7 @@ import pytest
 from naiad.frontends.addresses import cannot_listen
 
 TAKEN = "failed to start GRPC service: Unavailable - Socket '0.0.0.0:8001' already in use. "
-HINT = "Choose another address or port, or end what uses it."
+HINT = "Choose another port (--grpc-port) or address (--grpc-address), or end what uses it."
 
 
 @pytest.mark.parametrize(

@@ -80,18 +80,15 @@ class NativeServer:
     def _listen(self) -> NativeGrpcFront:
         options = self._options
         paths = [f"/{SERVICE}/ModelInfer", *self._servicer.methods]
-        try:
-            return NativeGrpcFront(
-                options.target,
-                [(path, False) for path in paths],
-                call_details=True,
-                keepalive_time_ms=max(options.keepalive_time_ms, 1),
-                keepalive_timeout_ms=max(options.keepalive_timeout_ms, 1),
-                keepalive_permit_without_calls=options.keepalive_permit_without_calls,
-                reuse_port=options.reuse_port,
-            )
-        except OSError as error:
-            raise OSError(error.errno, f"gRPC cannot listen at {options.target}: {error.strerror}") from error
+        return NativeGrpcFront(
+            options.target,
+            [(path, False) for path in paths],
+            call_details=True,
+            keepalive_time_ms=max(options.keepalive_time_ms, 1),
+            keepalive_timeout_ms=max(options.keepalive_timeout_ms, 1),
+            keepalive_permit_without_calls=options.keepalive_permit_without_calls,
+            reuse_port=options.reuse_port,
+        )
 
     async def stop(self, grace_s: float) -> None:
         """Refuses new calls, waits up to `grace_s` for those that run, then cancels them."""

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Protocol, Self
 
+from naiad.frontends.addresses import bound
 from naiad.frontends.grpc.grpcio import GrpcioServer
 from naiad.frontends.grpc.options import GrpcOptions, Implementation, choose
 from naiad.frontends.grpc.servicer import Engine, Method, Servicer, Settings
@@ -67,6 +68,8 @@ class GrpcFrontend:
         return self._server.port
 
     async def __aenter__(self) -> Self:
+        # The libraries log lines of their own about an address that is taken, and do not always say why.
+        bound(self._options.address, self._options.port, self._options.reuse_port).close()
         await self._server.start()
         return self
 

@@ -7,8 +7,7 @@ from collections.abc import Coroutine
 from contextlib import suppress
 from typing import Any, Self, cast
 
-from naiad.errors import Unavailable
-from naiad.frontends.addresses import cannot_listen
+from naiad.frontends.addresses import bound, cannot_listen
 from naiad.frontends.http.connection import Application, Connection, Connections
 
 _BACKLOG = 1024
@@ -86,24 +85,16 @@ class Listener:
 
     def _bind(self) -> socket.socket:
         try:
-            family = socket.getaddrinfo(self._address, self._port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-            bound = socket.socket(family[0], family[1])
+            made = bound(self._address, self._port, self._reuse_port)
+            try:
+                made.listen(_BACKLOG)
+            except OSError:
+                made.close()
+                raise
         except OSError as error:
-            raise self._refused(error) from error
-        try:
-            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if self._reuse_port:
-                bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            bound.bind(family[4])
-            bound.listen(_BACKLOG)
-            bound.setblocking(False)
-        except OSError as error:
-            bound.close()
-            raise self._refused(error) from error
-        return bound
-
-    def _refused(self, error: OSError) -> Unavailable:
-        return cannot_listen(self._what, self._address, self._port, error)
+            raise cannot_listen(self._what, self._address, self._port, error) from error
+        made.setblocking(False)
+        return made
 
 
 class Service:

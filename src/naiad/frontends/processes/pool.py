@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from typing import Self
 
 from naiad.errors import NaiadError, Unavailable
-from naiad.frontends.addresses import cannot_listen
+from naiad.frontends.addresses import bound, cannot_listen
 from naiad.frontends.processes.frames import Known, ModelChange, Refuse, Start, Stop, ToFrontend, Tracing, Version
 from naiad.frontends.processes.link import Behind, Link
 from naiad.instances.environment import exit_text
@@ -149,17 +149,11 @@ class FrontEndProcesses:
     def _reserve(self, what: str, address: str, port: int, is_shared: bool) -> int:
         """The port, kept for this server: whoever shares it without being asked to is seen here."""
         try:
-            family = socket.getaddrinfo(address.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
             if not is_shared:
-                with socket.socket(family[0], family[1]) as probe:
-                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                    probe.bind(family[4])
+                with bound(address, port) as probe:
                     port = probe.getsockname()[1]
-            reserved = socket.socket(family[0], family[1])
+            reserved = bound(address, port, shared=True)
             self._reserved.append(reserved)
-            reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            reserved.bind((family[4][0], port, *family[4][2:]))
         except OSError as error:
             raise cannot_listen(what, address, port, error) from error
         return int(reserved.getsockname()[1])
