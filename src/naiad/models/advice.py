@@ -14,6 +14,7 @@ from naiad.config.read import Draft
 from naiad.errors import NaiadError
 from naiad.instances.references import GROUP
 from naiad.models.table import Source
+from naiad.repository.snapshot import model_in_place_of_repository
 
 #: What is no model, by its first bytes.
 _NO_MODELS = {
@@ -37,6 +38,8 @@ def advice(source: Source, error: NaiadError, version: int | None = None) -> str
 
 def _advice(source: Source, error: NaiadError, version: int | None) -> str:
     draft, directory = source.draft, Path(source.directory.directory)
+    if (directory.parent / "config.pbtxt").is_file():
+        return model_in_place_of_repository(directory.parent)
     text = error.message
     if not isinstance(draft, Draft):
         if "Could not determine backend" in text:
@@ -62,6 +65,8 @@ def _advice(source: Source, error: NaiadError, version: int | None) -> str:
         return "no GPU is found; without one, say kind: KIND_CPU or no kind at all"
     if draft.backend == "python" and (found := _MODULE.search(text)):
         return _without_module(directory, draft, found[1])
+    if draft.backend == "python" and "has no attribute 'TritonPythonModel'" in text:
+        return f"'{source.directory.versions[version].directory / filename}' must have a class TritonPythonModel"
     if not filename:
         return ""
     path = source.directory.versions[version].directory / filename

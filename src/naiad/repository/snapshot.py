@@ -86,7 +86,7 @@ def scan(repositories: Iterable[str | Path], only: Collection[str] | None = None
             names.remove(name)
             notes.append(f"ignore folder {name!r} of model repository '{repository}' whose name is not UTF-8")
         if only is None and os.path.isfile(os.path.join(repository, "config.pbtxt")):
-            notes.append(f"'{repository}' is the folder of a model: --model-repository is the folder above it")
+            notes.append(model_in_place_of_repository(repository))
         elif only is None and not names:
             notes.append(f"there are no models in model repository '{repository}'")
         for name in names:
@@ -103,6 +103,11 @@ def scan(repositories: Iterable[str | Path], only: Collection[str] | None = None
         failures=failures,
         notes=tuple(notes),
     )
+
+
+def model_in_place_of_repository(folder: str | Path) -> str:
+    """What to say where a repository has a config.pbtxt."""
+    return f"'{folder}' is the folder of a model: --model-repository is the folder above it"
 
 
 def model_names(repositories: Iterable[str | Path]) -> Counter[str]:

@@ -99,6 +99,11 @@ async def test_of_models(tmp_path: Path, files: dict[str, str], text: str) -> No
             NO_MODULE,
             "the model's environment does not have 'cv2.data'",
         ),
+        (
+            {"config.pbtxt": 'backend: "python"', "1/model.py": ""},
+            "AttributeError: module '1.model' has no attribute 'TritonPythonModel'",
+            "'{m}/1/model.py' must have a class TritonPythonModel",
+        ),
         ({"config.pbtxt": ONNX, "1/model.onnx": "x"}, "a reason that says it all", ""),
         ({"config.pbtxt": ONNX, "1/model.onnx/model.onnx": "x"}, "a reason that says it all", ""),
         ({"config.pbtxt": ONNX, "1/model.onnx": ""}, "", "'{m}/1/model.onnx' is empty"),
@@ -139,6 +144,13 @@ async def test_of_versions(tmp_path: Path, files: dict[str, str], error: str, te
     source = await source_of(tmp_path, {"1/.keep": "", **files})
     assert isinstance(source.draft, Draft)
     assert advice(source, InvalidArgument(error), 1) == text.format(m=tmp_path / "m")
+
+
+async def test_of_a_model_in_place_of_a_repository(tmp_path: Path) -> None:
+    source = await source_of(tmp_path, {"model.onnx": "x"})
+    (tmp_path / "config.pbtxt").touch()
+    told = advice(source, InvalidArgument("Could not determine backend for model 'm'"))
+    assert told == f"'{tmp_path}' is the folder of a model: --model-repository is the folder above it"
 
 
 async def test_of_a_pipe(tmp_path: Path) -> None:
