@@ -56,6 +56,8 @@ from naiad.telemetry.system import SystemMetrics
 from naiad.telemetry.tables import show_models
 from naiad.telemetry.trace import TraceSettings
 
+#: How often orphans are looked for.
+_ORPHANS_S = 2.0
 #: How many descriptors the server wants to have, if it may.
 _FILES = 1 << 20
 #: How often is looked if what has begun has ended.
@@ -116,9 +118,13 @@ async def _serve(options: ServerOptions) -> int:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, lambda: (hurry if stop.is_set() else stop).set())
+    # Models in this process have children of their own, whose exit statuses are theirs.
+    adopting = loop.create_task(_reap_orphans()) if os.getpid() == 1 and options.isolation != "none" else None
     try:
         return await _run(options, log, stop, hurry)
     finally:
+        if adopting is not None:
+            adopting.cancel()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
         log.close()
@@ -154,6 +160,30 @@ async def _run(options: ServerOptions, log: Log, stop: asyncio.Event, hurry: asy
     if not in_time:
         log.error("Exit timeout expired. Exiting immediately.")
     return 0 if in_time else 1
+
+
+async def _reap_orphans() -> None:
+    """What the first process of a container owes: it is made the parent of those whose parents have died, such as what
+    models have started, and they stay in the table of processes until it has asked for their end."""
+    ended = 0
+    while True:
+        ended = _reap(ended)
+        await asyncio.sleep(_ORPHANS_S)
+
+
+def _reap(ended: int) -> int:
+    """Asks for the end of the child `ended`, if it has; another one that has ended, 0 if there is none.
+
+    Children of the server's own are asked for at once by who started them, so one that is found twice is no such.
+    """
+    while True:
+        try:
+            found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return 0
+        if found is None or found.si_pid != ended:
+            return found.si_pid if found is not None else 0
+        os.waitid(os.P_PID, ended, os.WEXITED | os.WNOHANG)
 
 
 async def _second(is_over: Callable[[], bool]) -> None:

@@ -58,3 +58,22 @@ def test_without_standard_streams(tmp_path):
             time.sleep(0.01)  # nobody tells when a file is there
         process.terminate()
         assert process.wait(60) == 0
+
+
+ADOPTING = """
+import ctypes, os, subprocess, sys
+from naiad import server
+ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: orphans come here, as to process 1
+orphan = int(subprocess.check_output(["sh", "-c", "sleep 60 >/dev/null & echo $!"]))
+assert server._reap(0) == 0, "it runs"
+os.kill(orphan, 9)
+os.waitid(os.P_PID, orphan, os.WEXITED | os.WNOWAIT)
+assert server._reap(0) == orphan
+assert os.path.exists(f"/proc/{orphan}"), "it may be somebody's"
+assert server._reap(orphan) == 0
+assert not os.path.exists(f"/proc/{orphan}")
+"""
+
+
+def test_process_1_asks_for_the_end_of_orphans():
+    subprocess.run([sys.executable, "-c", ADOPTING], check=True, timeout=60)
