@@ -34,8 +34,8 @@ UNREAD_FROM = 64 * 1024
 
 
 class Unread:
-    """The elements of a tensor, UNREAD_FROM bytes at least, that still lie in memory of the client's, to be copied once: to
-    where the batch lies. Until then the client may change them."""
+    """The elements of a tensor, UNREAD_FROM bytes at least, that lie in memory of the client's, who may change them: those
+    of an input, to be copied once, to where the batch lies, or of an output that has been written there already."""
 
     def __init__(self, source: Source, offset: int, byte_size: int) -> None:
         self._source = source
@@ -46,6 +46,10 @@ class Unread:
 
     def __len__(self) -> int:
         return self._byte_size
+
+    def is_at(self, source: object, offset: int) -> bool:
+        """Whether they begin at that place."""
+        return self._source is source and self._offset == offset
 
     def read(self) -> Buffer:
         """A copy. Raises NaiadError."""
@@ -66,6 +70,21 @@ class Unread:
         except NaiadError as error:
             self.failure = error
             target[:] = bytes(self._byte_size)
+
+
+class Destination:
+    """Where the client wants an output: `byte_size` bytes of its memory from `offset` on, which is the open file `fd` from
+    `position` on. Whoever makes the output may write it there, and answers what `written` returns."""
+
+    def __init__(self, source: Source, offset: int, fd: int, position: int, byte_size: int) -> None:
+        self._source = source
+        self._offset = offset
+        self.fd = fd
+        self.position = position
+        self.byte_size = byte_size
+
+    def written(self, byte_size: int) -> Unread:
+        return Unread(self._source, self._offset, byte_size)
 
 
 @dataclass(init=False)
@@ -144,7 +163,8 @@ class InferRequest:
 
     `model_version` -1 is the newest that is ready. `outputs` are the names asked for, empty for all.
     `timeout_us` and `priority` 0 are "as configured". `parameters` are the free ones only. `trace` is None
-    where the request is not followed, as nearly always.
+    where the request is not followed, as nearly always. `destinations`, set by who submits it, are those of large outputs
+    that an instance may write itself.
     """
 
     model_name: str
@@ -157,6 +177,7 @@ class InferRequest:
     priority: int
     timeout_us: int
     trace: RequestTrace | None
+    destinations: dict[str, Destination] | None
 
     def __init__(
         self,
@@ -181,10 +202,11 @@ class InferRequest:
         self.priority = priority
         self.timeout_us = timeout_us
         self.trace = trace
+        self.destinations = None
 
     def of(self, inputs: tuple[Tensor, ...]) -> "InferRequest":
         """The same request with other inputs."""
-        return InferRequest(
+        request = InferRequest(
             self.model_name,
             inputs,
             self.model_version,
@@ -196,6 +218,8 @@ class InferRequest:
             self.timeout_us,
             self.trace,
         )
+        request.destinations = self.destinations
+        return request
 
     def followed(self, trace: RequestTrace) -> "InferRequest":
         """The same request, followed by `trace`."""
@@ -244,7 +268,12 @@ class InferResponse:
     def owned(self) -> "InferResponse":
         """The response with buffers of its own, for longer than the sink's call."""
         outputs = tuple(
-            [Tensor(tensor.name, tensor.datatype, tensor.shape, bytes(tensor.data)) for tensor in self.outputs]
+            [
+                tensor
+                if isinstance(tensor.contents, Unread)
+                else Tensor(tensor.name, tensor.datatype, tensor.shape, bytes(tensor.contents))
+                for tensor in self.outputs
+            ]
         )
         return InferResponse(self.model_name, self.model_version, self.id, outputs, self.parameters)
 

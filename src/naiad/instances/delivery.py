@@ -89,7 +89,7 @@ class Batches:
             requests = execution.requests
             if batch.unanswered is not None:
                 raise Internal(f"batch {number} was answered twice")
-            split = layout.split(results.outputs, execution.rows, region)
+            split = layout.split(results.outputs, execution.rows, region, requests)
             batch.unanswered = set()
             model, version = self._model, self._version
             if len(requests) == 1:

@@ -5,6 +5,7 @@ of sockets: a `Link` carries the results away. One thread executes; the answers 
 from any thread.
 """
 
+import os
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
@@ -21,7 +22,7 @@ from naiad.datatypes import DataType
 from naiad.errors import Internal, InvalidArgument, NaiadError, ResourceExhausted, text_of
 from naiad.instances import arena
 from naiad.instances.composition import Composition, Shape
-from naiad.instances.frames import Details, Execute, Failure, Input, Output, Response, Results, failure
+from naiad.instances.frames import Details, Execute, Failure, Input, Output, Response, Results, Target, failure
 from naiad.messages import ParameterValue
 
 #: Late results up to this size travel in their frame: copying them costs less than a memory file.
@@ -111,10 +112,11 @@ _SMALL = 16 * 1024
 class _Packed:
     """An output that is ready to be placed: an array, or the packed elements of a BYTES tensor."""
 
-    __slots__ = ("array", "byte_size", "datatype", "name", "packed", "shape", "shapes", "sizes")
+    __slots__ = ("_rows", "array", "byte_size", "datatype", "name", "packed", "shape", "shapes", "sizes")
 
     def __init__(self, name: str, datatype: DataType, array: Array, rows: Sequence[int] | None) -> None:
         """`rows`: the extent of each request's part in the first dimension."""
+        self._rows = rows
         self.name = name
         self.datatype = datatype
         self.shape = array.shape
@@ -143,6 +145,17 @@ class _Packed:
         else:
             np.copyto(np.ndarray(self.shape, self.datatype.numpy, data, offset), self.array)
 
+    def parts(self, count: int) -> Sequence[Array] | None:
+        """The arrays of `count` requests; None where they are not rows of one."""
+        if self.packed is not None or self.shapes is not None:
+            return None
+        if count == 1:
+            return (self.array,)
+        if self._rows is None:
+            return None
+        ends = np.cumsum(self._rows).tolist()
+        return [self.array[end - rows : end] for end, rows in zip(ends, self._rows, strict=True)]
+
     def bytes(self) -> bytes:
         if self.packed is not None:
             return self.packed
@@ -167,6 +180,10 @@ class _Column:
     def write(self, data: memoryview, offset: int) -> None:
         np.concatenate(self._arrays, out=np.ndarray(self.shape, self.datatype.numpy, data, offset))
 
+    def parts(self, count: int) -> Sequence[Array]:
+        """The arrays of `count` requests."""
+        return self._arrays
+
     def bytes(self) -> bytes:
         return np.concatenate(self._arrays, dtype=self.datatype.numpy).tobytes()
 
@@ -179,10 +196,30 @@ class _Outputs:
         self._signature = signature
         self._byte_limit = byte_limit
         self._at = 0
+        #: A batch a client of which has left: its memory may serve something else by now.
+        self._deserted = 0
 
     def begin(self) -> None:
         """A new batch: the server has read what lies in the arena."""
         self._at = 0
+
+    def desert(self, batch: int) -> None:
+        """From any thread: a client of the batch waits for it no more."""
+        self._deserted = batch
+
+    def place_batch(self, frame: Execute, packed: Sequence[_Packed | _Column]) -> tuple[list[Output], OneShot | None]:
+        """Outputs of all requests of a batch: in their targets if they have some and fit there, else as `place` does."""
+        if frame.targets is None:
+            return self.place(packed, in_arena=True)
+        written: dict[str, Output] = {}
+        for output in packed:
+            targets = [target for target in frame.targets if target.output == output.name]
+            if targets and self._deserted != frame.batch and _write_to_targets(output, targets):
+                number, size = output.datatype.number, output.byte_size
+                written[output.name] = Output(output.name, number, output.shape, 0, size, None, None, None, True)
+        others, one_shot = self.place([output for output in packed if output.name not in written], in_arena=True)
+        rest = iter(others)
+        return [written.get(output.name) or next(rest) for output in packed], one_shot
 
     def place(self, packed: Sequence[_Packed | _Column], in_arena: bool) -> tuple[list[Output], OneShot | None]:
         """Raises ResourceExhausted."""
@@ -215,6 +252,30 @@ class _Outputs:
         return placed, one_shot
 
 
+def _write_to_targets(output: _Packed | _Column, targets: Sequence[Target]) -> bool:
+    """Whether the parts of all requests have been written. If not, the server says why, or does it itself."""
+    parts = output.parts(len(targets))
+    if parts is None:
+        return False
+    dtype = output.datatype.numpy
+    for target, part in zip(targets, parts, strict=True):
+        data = np.ascontiguousarray(part, dtype).reshape(-1).view(np.uint8).data
+        if len(data) > target.byte_size:
+            return False
+        at = target.position
+        try:
+            if os.fstat(target.file).st_size < at + len(data):
+                # Writing beyond the end would make the client's object grow.
+                return False
+            while data:
+                count = os.pwrite(target.file, data, at)
+                at += count
+                data = data[count:]
+        except OSError:
+            return False
+    return True
+
+
 class ArrayExecution:
     """Batches of an ArrayBackend."""
 
@@ -243,9 +304,8 @@ class ArrayExecution:
             arrays = self.backend.run(inputs, names)
             computed_ns = monotonic_ns()
             self._outputs.begin()
-            outputs, one_shot = self._outputs.place(
-                [self._checked(name, arrays, rows, shapes) for name in names], in_arena=True
-            )
+            packed = [self._checked(name, arrays, rows, shapes) for name in names]
+            outputs, one_shot = self._outputs.place_batch(frame, packed)
         except BaseException as error:
             if isinstance(error, InvalidArgument) and len(frame.rows) > 1:
                 self._execute_each(frame, data, received_ns)
@@ -261,6 +321,7 @@ class ArrayExecution:
 
     def cancel(self, batch: int, index: int) -> None:
         """An ArrayBackend does not ask."""
+        self._outputs.desert(batch)
 
     def close(self) -> None:
         self.backend.close()
@@ -517,6 +578,7 @@ class RequestExecution:
         inputs_ns = computed_ns = 0
         problem: Failure | None = None
         columns: list[Output] | None = None
+        one_shot: OneShot | None = None
         requests: list[HostRequest] = []
         in_use: weakref.ref[Array] | None = None
         if not frame.one_shot and _extent(frame.inputs) > _COPIED:
@@ -537,7 +599,7 @@ class RequestExecution:
             results = self.backend.execute(requests)
             computed_ns = monotonic_ns()
             if results is not None:
-                columns = self._answer_all(requests, frame.rows, results)
+                columns, one_shot = self._answer_all(frame, requests, results)
                 # They may be arrays of the inputs, which this is not to keep.
                 del results
         except BaseException as error:
@@ -561,19 +623,20 @@ class RequestExecution:
             del data
             keeps_inputs = in_use is not None and in_use() is not None
             times = (received_ns, inputs_ns or computed_ns, computed_ns, monotonic_ns())
-            self._link.send(Results(frame.batch, columns, collected, problem, times, 0, keeps_inputs), None)
+            size = 0 if one_shot is None else len(one_shot.view)
+            self._link.send(Results(frame.batch, columns, collected, problem, times, size, keeps_inputs), one_shot)
 
     def _answer_all(
-        self, requests: Sequence[HostRequest], rows: Sequence[int], results: Sequence[BackendResponse | NaiadError]
-    ) -> list[Output] | None:
+        self, frame: Execute, requests: Sequence[HostRequest], results: Sequence[BackendResponse | NaiadError]
+    ) -> tuple[list[Output] | None, OneShot | None]:
         """Answers all requests with what their model has returned: in columns if it can be, which are the result."""
         if len(results) != len(requests):
             raise Internal(
                 f"model '{self._signature.model}' returned {len(results)} answers to a batch of {len(requests)} requests"
             )
-        columns = None if self._signature.decoupled else self._columns(rows, results)
+        columns = None if self._signature.decoupled else self._columns(frame, results)
         if columns is not None:
-            placed, _ = self._outputs.place(columns, in_arena=True)
+            placed = self._outputs.place_batch(frame, columns)
             for request in requests:
                 request.answered = True
                 # The arrays need not live as long as the model keeps the request.
@@ -584,14 +647,14 @@ class RequestExecution:
                 self.answer(request, result, True)
             except NaiadError as error:
                 self.answer(request, error, True)
-        return None
+        return None, None
 
-    def _columns(self, rows: Sequence[int], results: Sequence[BackendResponse | NaiadError]) -> list[_Column] | None:
+    def _columns(self, frame: Execute, results: Sequence[BackendResponse | NaiadError]) -> list[_Column] | None:
         """The outputs as columns, where each request has got its rows of the same outputs and nothing else."""
         first = results[0]
         if not isinstance(first, BackendResponse) or not first.outputs:
             return None
-        names = list(first.outputs)
+        rows, names = frame.rows, list(first.outputs)
         for result in results:
             if not isinstance(result, BackendResponse) or result.parameters or list(result.outputs) != names:
                 return None
@@ -619,11 +682,12 @@ class RequestExecution:
             column = _Column(name, datatype, shape, arrays)
             byte_size += arena.aligned(column.byte_size)
             columns.append(column)
-        # What the arena does not hold goes in parts.
-        return columns if byte_size <= len(self._link.outputs) else None
+        # What the arena does not hold goes in parts, unless it may go elsewhere.
+        return columns if frame.targets is not None or byte_size <= len(self._link.outputs) else None
 
     def cancel(self, batch: int, index: int) -> None:
         """From the control thread, which may hear of it before the instance's thread has the batch."""
+        self._outputs.desert(batch)
         requests = self._open.get(batch)
         if requests is None and batch > self._begun:
             self._left.append((batch, index))

@@ -74,12 +74,24 @@ class Details(msgspec.Struct, array_like=True, gc=False):
     trace_context: str | None = None
 
 
+class Target(msgspec.Struct, array_like=True, gc=False):
+    """A place in memory of a client's for an output of request `index`, of `byte_size` bytes from `position` on. `file` is
+    the number of its descriptor among those for targets, which are the last of the frame; in the host the descriptor."""
+
+    output: str
+    index: int
+    file: int
+    position: int
+    byte_size: int
+
+
 class Execute(msgspec.Struct, array_like=True, gc=False):
     """One batch. `outputs` are those anybody asked for, empty for all. `details` is None where all requests ask for just
     these and say nothing else.
 
     With `one_shot` > 0 the inputs lie in a memfd of that many bytes which comes with the frame, else in the
-    instance's input arena. A descriptor without `one_shot` is a new input arena.
+    instance's input arena. A descriptor without `one_shot` is a new input arena. `targets` are there for outputs that all
+    requests want in memory of their clients'.
     """
 
     batch: int
@@ -88,13 +100,15 @@ class Execute(msgspec.Struct, array_like=True, gc=False):
     outputs: tuple[str, ...]
     details: list[Details] | None
     one_shot: int
+    targets: list[Target] | None = None
 
 
 class Output(msgspec.Struct, array_like=True, gc=False):
     """An output of a batch or of one response: in the frame (`data`), else at `offset` of arena or one-shot.
 
     `sizes` are the bytes of each request's rows where equal rows do not tell them (BYTES). `shapes` are the shapes of
-    each request's part where that is not rows of `shape`; then there are `sizes`.
+    each request's part where that is not rows of `shape`; then there are `sizes`. `is_written`: each request's part has been
+    written to its target, and is nowhere else.
     """
 
     name: str
@@ -105,6 +119,7 @@ class Output(msgspec.Struct, array_like=True, gc=False):
     sizes: list[int] | None
     data: bytes | None
     shapes: list[tuple[int, ...]] | None = None
+    is_written: bool = False
 
 
 class Response(msgspec.Struct, array_like=True, gc=False):

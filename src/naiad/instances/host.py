@@ -64,13 +64,24 @@ class SocketLink:
         self.outputs = arena.map_shared(output_fd, os.fstat(output_fd).st_size)
         self._channel = BlockingChannel(sock, _execute_decoder, busy_poll)
         self._end = end
+        #: A batch with targets, and their descriptors.
+        self._targeted: Execute | None = None
+        self._files: list[int] = []
 
     def receive(self) -> tuple[Execute, memoryview] | None:
-        """The next batch and the memory of its inputs; None when the server has ended the instance."""
+        """The next batch and the memory of its inputs; None when the server has ended the instance. Nobody writes to the
+        targets of the last one any more."""
+        self._close_files()
         received = self._channel.receive()
         if received is None:
             return None
         frame, fds = received
+        if frame.targets is not None:
+            count = 1 + max(target.file for target in frame.targets)
+            fds, self._files = fds[:-count], fds[-count:]
+            self._targeted = frame
+            for target in frame.targets:
+                target.file = self._files[target.file]
         if not fds:
             return frame, self.inputs
         try:
@@ -115,7 +126,16 @@ class SocketLink:
             os.close(fd)
             raise
 
+    def _close_files(self) -> None:
+        if self._targeted is not None:
+            # These numbers may soon be those of other files.
+            self._targeted.targets = None
+            self._targeted = None
+        while self._files:
+            os.close(self._files.pop())
+
     def close(self) -> None:
+        self._close_files()
         self._channel.close()
 
     def forked(self) -> None:

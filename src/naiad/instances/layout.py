@@ -1,12 +1,13 @@
 """How a batch lies in an arena, and how batched outputs become those of single requests. Pure; in the server."""
 
 from collections.abc import Sequence
+from math import prod
 from typing import TypeVar, cast
 
 from naiad.datatypes import BY_NUMBER, Buffer
 from naiad.errors import Internal, ResourceExhausted
 from naiad.instances import arena
-from naiad.instances.frames import Details, Input, Output
+from naiad.instances.frames import Details, Input, Output, Target
 from naiad.messages import UNREAD_FROM, InferRequest, ParameterValue, Tensor, Unread
 
 _Value = TypeVar("_Value", bound=ParameterValue)
@@ -158,6 +159,22 @@ def _utf8(value: _Value) -> _Value:
     return value
 
 
+def targets(requests: Sequence[InferRequest]) -> tuple[list[Target], list[int]] | None:
+    """Where outputs that all requests want in memory of their clients' go, and the descriptors of that memory."""
+    if requests[0].destinations is None:
+        return None
+    wishes = [request.destinations or {} for request in requests]
+    found: list[Target] = []
+    files: dict[int, int] = {}
+    for name in wishes[0]:
+        if all(name in destinations for destinations in wishes):
+            for index, destinations in enumerate(wishes):
+                place = destinations[name]
+                file = files.setdefault(place.fd, len(files))
+                found.append(Target(name, index, file, place.position, place.byte_size))
+    return (found, list(files)) if found else None
+
+
 def tensor(output: Output, region: memoryview) -> Tensor:
     """An output as it is. Raises Internal where it lies outside of its memory."""
     return Tensor(output.name, BY_NUMBER[output.datatype], output.shape, _data(output, region))
@@ -172,13 +189,20 @@ def _data(output: Output, region: memoryview) -> Buffer:
     return data
 
 
-def split(outputs: Sequence[Output], rows: Sequence[int], region: memoryview) -> list[tuple[Tensor, ...]]:
-    """Batched outputs as those of each request, by its rows; views of `region`."""
+def split(
+    outputs: Sequence[Output], rows: Sequence[int], region: memoryview, requests: Sequence[InferRequest]
+) -> list[tuple[Tensor, ...]]:
+    """Batched outputs as those of each request, by its rows; views of `region`, or written to its destinations."""
     if len(rows) == 1:
-        return [tuple([tensor(output, region) for output in outputs])]
+        return [
+            tuple([_written(o, rows, requests)[0] if o.is_written else tensor(o, region) for o in outputs]),
+        ]
     columns: list[list[Tensor]] = []
     row_count = sum(rows)
     for output in outputs:
+        if output.is_written:
+            columns.append(_written(output, rows, requests))
+            continue
         datatype = BY_NUMBER[output.datatype]
         name, rest = output.name, output.shape[1:]
         data = memoryview(_data(output, region))
@@ -206,3 +230,16 @@ def split(outputs: Sequence[Output], rows: Sequence[int], region: memoryview) ->
     if not columns:
         return [()] * len(rows)
     return list(zip(*columns, strict=True))
+
+
+def _written(output: Output, rows: Sequence[int], requests: Sequence[InferRequest]) -> list[Tensor]:
+    """The parts of an output that its host has written to the requests' destinations."""
+    datatype = BY_NUMBER[output.datatype]
+    written: list[Tensor] = []
+    for count, request in zip(rows, requests, strict=True):
+        if request.destinations is None:
+            raise Internal(f"output '{output.name}' was written where nobody wants it")
+        shape = output.shape if len(rows) == 1 else (count, *output.shape[1:])
+        place = request.destinations[output.name]
+        written.append(Tensor(output.name, datatype, shape, place.written(prod(shape) * datatype.byte_size)))
+    return written

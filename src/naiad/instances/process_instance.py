@@ -3,7 +3,7 @@
 import asyncio
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from time import monotonic_ns
 from typing import TYPE_CHECKING
 
@@ -142,25 +142,30 @@ class ProcessInstance:
         asked = layout.asked_outputs(requests)
         details = layout.details(requests, asked) if self._tenant.takes_requests else None
         frame = Execute(number, laid_out.inputs, list(batch.rows), asked, details, 0)
+        files: Sequence[int] = ()
+        if not self._tenant.decoupled and (targets := layout.targets(requests)) is not None:
+            frame.targets, files = targets
         now = monotonic_ns()
         self._awaited_batch.came(now, self._awake.window_ns)
         self._expect(self._awaited_results, now)
         inputs, channel = self._inputs, self._channel
         assert channel is not None
         if laid_out.byte_size > self._tenant.host.limits.arena:
-            self._execute_large(frame, laid_out)
+            self._execute_large(frame, laid_out, files)
         elif inputs is None:
-            self._execute_in_new_arena(frame, laid_out, channel)
+            self._execute_in_new_arena(frame, laid_out, channel, files)
         else:
             laid_out.write(inputs)
-            channel.send(frame)
+            channel.send(frame, files)
 
     def _expect(self, awaited: Awaited, now: int) -> None:
         awaited.begin(now)
         if awaited.is_soon:
             self._awake.stay_awake(now)
 
-    def _execute_in_new_arena(self, frame: Execute, laid_out: layout.Layout, channel: LoopChannel[Results]) -> None:
+    def _execute_in_new_arena(
+        self, frame: Execute, laid_out: layout.Layout, channel: LoopChannel[Results], files: Sequence[int]
+    ) -> None:
         """Model code keeps arrays that lie in the old one."""
         size = self._tenant.host.limits.arena
         try:
@@ -171,13 +176,13 @@ class ProcessInstance:
         try:
             self._inputs = arena.map_shared(fd, size)
             laid_out.write(self._inputs)
-            channel.send(frame, (fd,))
+            channel.send(frame, (fd, *files))
         except NaiadError as error:
             self._refuse(frame.batch, error)
         finally:
             os.close(fd)
 
-    def _execute_large(self, frame: Execute, laid_out: layout.Layout) -> None:
+    def _execute_large(self, frame: Execute, laid_out: layout.Layout, files: Sequence[int]) -> None:
         size = laid_out.byte_size
         limit = self._tenant.host.limits.batch
         if size > limit:
@@ -190,36 +195,36 @@ class ProcessInstance:
             return
         frame.one_shot = size
         if size <= _THREAD_COPY_BYTES:
-            self._send_large(frame, laid_out, fd)
+            self._send_large(frame, laid_out, fd, files)
         else:
-            task = self._loop.create_task(self._copy_large(frame, laid_out, fd))
+            task = self._loop.create_task(self._copy_large(frame, laid_out, fd, files))
             self._copying.add(task)
             task.add_done_callback(self._copying.discard)
 
-    def _send_large(self, frame: Execute, laid_out: layout.Layout, fd: int) -> None:
+    def _send_large(self, frame: Execute, laid_out: layout.Layout, fd: int, files: Sequence[int]) -> None:
         try:
             laid_out.write_file(fd)
         except OSError as error:
             self._refuse(frame.batch, ResourceExhausted(f"cannot store {frame.one_shot} bytes of inputs: {error}"))
         else:
-            self._send_one_shot(frame, fd)
+            self._send_one_shot(frame, fd, files)
         finally:
             os.close(fd)
 
-    async def _copy_large(self, frame: Execute, laid_out: layout.Layout, fd: int) -> None:
+    async def _copy_large(self, frame: Execute, laid_out: layout.Layout, fd: int, files: Sequence[int]) -> None:
         try:
             await asyncio.to_thread(laid_out.write_file, fd)
         except OSError as error:
             self._refuse(frame.batch, ResourceExhausted(f"cannot store {frame.one_shot} bytes of inputs: {error}"))
         else:
-            self._send_one_shot(frame, fd)
+            self._send_one_shot(frame, fd, files)
         finally:
             os.close(fd)
 
-    def _send_one_shot(self, frame: Execute, fd: int) -> None:
+    def _send_one_shot(self, frame: Execute, fd: int, files: Sequence[int]) -> None:
         # The host may have died, and the instance been connected to another one, while the inputs were copied.
         if frame.batch in self._batches and self._channel is not None:
-            self._channel.send(frame, (fd,))
+            self._channel.send(frame, (fd, *files))
 
     def _refuse(self, number: int, error: NaiadError) -> None:
         """Answers a batch that cannot be handed over; not from within `execute`, whose caller may not expect it."""

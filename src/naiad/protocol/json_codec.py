@@ -41,7 +41,7 @@ from naiad.protocol.templates import LARGEST, MOST, RequestTemplate
 DEFAULT_MAX_INPUT_SIZE = 67108864
 
 RegionInput = Callable[[str, int, int], Buffer | Unread]
-RegionOutput = Callable[[str, Buffer], None]
+RegionOutput = Callable[[Tensor], None]
 Headers = list[tuple[str, str]]
 
 _LARGEST_COUNT = 2**63 - 1
@@ -506,7 +506,7 @@ def encode_response(
             if spec.classification:
                 tensor = classify(tensor, spec.classification, labels.get(tensor.name, []), batched)
             elif spec.region is not None:
-                regions[tensor.name](tensor.name, tensor.data)
+                regions[tensor.name](tensor)
                 outputs.append({"name": tensor.name, "datatype": tensor.datatype.protocol_name, "shape": tensor.shape})
                 continue
         if binary:

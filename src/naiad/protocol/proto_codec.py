@@ -581,16 +581,20 @@ def encode(
     raw: list[Buffer] = []
     special = reply.plan.outputs
     for output in response.outputs:
-        data = output.data
+        data: Buffer
         if special and (spec := special.get(output.name)) is not None:
             if spec.classification:
-                if len(data) >= LARGE and not in_thread:
+                if len(output.contents) >= LARGE and not in_thread:
                     raise TakesLong
                 output = classify(output, spec.classification, list(labels.get(output.name, ())), config.batching)
                 data = output.data
             elif spec.region is not None:
-                reply.regions[output.name].write(output.name, data)
+                reply.regions[output.name].write(output)
                 data = b""
+            else:
+                data = output.data
+        else:
+            data = output.data
         shape = output.shape
         head = _OUTPUT_HEADS.get((output.name, output.datatype.number, shape))
         parts.append(head or _output_head(output.name, output.datatype, shape))

@@ -7,7 +7,8 @@ its outputs have been, both by the thread of `cuda_memory`.
 A system region is read and written through its file descriptor, not through a mapping: a client that shrinks or
 recreates the object while it is registered would end the whole server with SIGBUS at the next touch of a mapped page.
 It also means that the bytes a request was checked with are the bytes that are computed with. Large parts, but those of BYTES, are checked by
-their size alone, which does not change, and are read when the batch is made, straight to where it lies.
+their size alone, which does not change, and are read when the batch is made, straight to where it lies. Large outputs may be written by the process
+that makes them, which gets the descriptor for the time of the batch.
 """
 
 import asyncio
@@ -34,7 +35,16 @@ from naiad.errors import (
     ResourceExhausted,
     Unsupported,
 )
-from naiad.messages import UNREAD_FROM, InferRequest, InferResponse, ResponseSink, Result, Unread
+from naiad.messages import (
+    UNREAD_FROM,
+    Destination,
+    InferRequest,
+    InferResponse,
+    ResponseSink,
+    Result,
+    Tensor,
+    Unread,
+)
 from naiad.protocol.cuda_memory import CudaMemory, cuda_thread
 
 _LOGGER = logging.getLogger(__name__)
@@ -69,12 +79,17 @@ class OutputRegion:
         self._offset = offset
         self.byte_size = byte_size
 
-    def write(self, output: str, data: Buffer) -> None:
-        """Stores the bytes of `output` at the start of the part. Raises Internal where they do not fit."""
+    def write(self, tensor: Tensor) -> None:
+        """Stores its elements at the start of the part, unless its model has done that. Raises Internal where they do not
+        fit."""
+        contents = tensor.contents
+        if isinstance(contents, Unread) and contents.is_at(self._memory, self._offset):
+            return
+        data = tensor.data
         size = len(data) if isinstance(data, bytes) else memoryview(data).nbytes
         if size > self.byte_size:
             raise Internal(
-                f"shared memory size specified with the request for output '{output}' ({self.byte_size} bytes) "
+                f"shared memory size specified with the request for output '{tensor.name}' ({self.byte_size} bytes) "
                 f"should be at least {size} bytes to hold the results"
             )
         if size:
@@ -118,6 +133,10 @@ class _SystemMemory:
         if os.fstat(self.fd).st_size < self._start + offset + byte_size:
             raise self._shrunk()
         return Unread(self, offset, byte_size)
+
+    def destination(self, offset: int, byte_size: int) -> Destination:
+        """A part for an output that its model may write."""
+        return Destination(self, offset, self.fd, self._start + offset, byte_size)
 
     def write(self, offset: int, data: Buffer) -> None:
         view = memoryview(data).cast("B")
@@ -371,13 +390,14 @@ class Regions:
 class RegionUse:
     """The way of one request to the regions, which remembers those that it uses."""
 
-    __slots__ = ("_copies", "_local", "_regions", "_unread", "_used")
+    __slots__ = ("_copies", "_destinations", "_local", "_regions", "_unread", "_used")
 
     def __init__(self, regions: Regions, local: bool) -> None:
         self._regions = regions
         self._local = local
         self._used: list[_Region] = []
         self._unread: list[Unread] = []
+        self._destinations: dict[str, Destination] = {}
         #: None without regions on GPUs.
         self._copies: _Copies | None = None
 
@@ -395,13 +415,16 @@ class RegionUse:
         self._unread.append(part)
         return part
 
-    def output(self, tensor: str, name: str, offset: int, byte_size: int) -> OutputRegion:
-        """Part of a region for the output `tensor` to be written to. Raises what `Regions.part` does."""
+    def output(self, tensor: str, name: str, offset: int, byte_size: int, as_it_is: bool = True) -> OutputRegion:
+        """Part of a region for the output `tensor` to be written to, `as_it_is` or what is made of it. Raises what
+        `Regions.part` does."""
         region = self._regions.part(name, offset, byte_size, self._local)
         self._used.append(region)
         memory = region.memory
         if isinstance(memory, CudaMemory):
             return self._cuda_copies().output(tensor, memory, offset, byte_size)
+        if as_it_is and byte_size >= UNREAD_FROM:
+            self._destinations[tensor] = memory.destination(offset, byte_size)
         return OutputRegion(memory, offset, byte_size)
 
     def during(
@@ -410,6 +433,8 @@ class RegionUse:
         """Begins an inference; the regions cannot be unregistered until its last result has been sent."""
         if not self._used:
             return infer(request, sink, model)
+        if self._destinations:
+            request.destinations = self._destinations
         holding = _HoldingSink(sink, self._used, self._unread)
         if self._copies is not None:
             return CopyingCall(infer, request, holding, self._copies)
@@ -462,7 +487,7 @@ class _Copies:
         for tensor in response.outputs:
             output = self.outputs.get(tensor.name)
             if output is not None:
-                output.write(tensor.name, tensor.data)
+                output.write(tensor)
 
 
 class _AlreadyWritten:

@@ -154,6 +154,16 @@ class Echo(RequestBackend):
                 request.send(BackendResponse(outputs, seen), True)
 
 
+class Returning(RequestBackend):
+    """Returns the inputs of each request."""
+
+    def __init__(self, model, instance):
+        pass
+
+    def execute(self, requests):
+        return [BackendResponse({"OUTPUT0": request.inputs["INPUT0"]}, {}) for request in requests]
+
+
 class Remembering(RequestBackend):
     """Keeps the inputs of every request, and answers those of the one before."""
 

@@ -1,6 +1,7 @@
 """Batches through real host processes, and through threads: the same answers."""
 
 import asyncio
+import os
 from pathlib import Path
 
 import ml_dtypes
@@ -14,7 +15,7 @@ from naiad.datatypes import DataType
 from naiad.errors import Internal, InvalidArgument, ResourceExhausted, Unavailable
 from naiad.instances.busy_poll import AwakeLoop
 from naiad.instances.hosts import Limits
-from naiad.messages import SequenceControl
+from naiad.messages import Destination, SequenceControl, Unread
 
 
 async def test_a_request_comes_back_with_its_id_and_times_in_order(both):
@@ -93,6 +94,47 @@ async def test_sizes_below_and_above_the_arenas(make_lab, size):
                     results = await run(model.instances[0], request(value[None]), request(value[None, ::-1]))
                     assert (results[0][0].outputs["OUTPUT0"] == value).all()
                     assert (results[1][0].outputs["OUTPUT0"] == value[::-1]).all()
+
+
+class ClientMemory:
+    """A file that a client wants an output in."""
+
+    def __init__(self, path, size):
+        path.write_bytes(bytes(size))
+        self.file = path.open("r+b")
+        self.reads = 0
+        self.destination = Destination(self, 0, self.file.fileno(), 0, size)
+
+    def read(self, offset, byte_size):
+        self.reads += 1
+        return os.pread(self.file.fileno(), byte_size, offset)
+
+
+@pytest.mark.parametrize("size", [100_000, 5_000_000, 40_000_000])
+async def test_hosts_write_outputs_where_clients_want_them(make_lab, tmp_path, size):
+    async with make_lab(limits=Limits(arena=2**20)) as lab:
+        for backend in "Identity", "Returning":
+            model = await lab.load(backend, config("UINT8", max_batch_size=8), name=backend)
+            for turn in range(3):
+                memory = ClientMemory(tmp_path / "memory", size)
+                asked = request(np.full((1, size), turn + 1, np.uint8))
+                asked.destinations = {"OUTPUT0": memory.destination}
+                batch = Written(asked)
+                model.instances[0].execute(batch)
+                await batch.ended()
+                with memory.file as file:
+                    written = np.frombuffer(file.read(), np.uint8)
+                assert batch.written
+                assert memory.reads == 0
+                assert (written == turn + 1).all()
+
+
+class Written(Batch):
+    """Whose output may have been written where it was wanted."""
+
+    def deliver(self, index, result, final):
+        self.written = isinstance(result.outputs[0].contents, Unread)
+        super().deliver(index, None, final)
 
 
 @pytest.mark.parametrize("size", [16, 100_000])

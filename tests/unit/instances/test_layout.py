@@ -43,7 +43,7 @@ def test_what_is_laid_out_can_be_split_again(rows, widths, swap):
     assert all(i.offset % arena.ALIGNMENT == 0 for i in laid_out.inputs)
     if sum(rows):
         outputs = [Output(i.name, i.datatype, i.shape, i.offset, i.byte_size, None, None) for i in laid_out.inputs]
-        for tensors, mine in zip(layout.split(outputs, rows, view), lists, strict=True):
+        for tensors, mine in zip(layout.split(outputs, rows, view, requests), lists, strict=True):
             assert {(t.name, t.shape, bytes(t.data)) for t in tensors} == {(t.name, t.shape, t.data) for t in mine}
     os.close(fd)
 
@@ -87,7 +87,7 @@ def test_rows_that_cannot_be_stacked_and_absent_inputs_are_told_request_by_reque
 def test_strings_are_split_by_their_sizes():
     parts = [pack_bytes([b"a"]), pack_bytes([b"bb", b""])]
     output = Output("O", DataType.BYTES.number, (3, 1), 0, 0, [len(p) for p in parts], b"".join(parts))
-    (one,), (two,) = layout.split([output], [1, 2], memoryview(b""))
+    (one,), (two,) = layout.split([output], [1, 2], memoryview(b""), requests_of([], []))
     assert unpack_bytes(one.data, one.shape).tolist() == [[b"a"]]
     assert unpack_bytes(two.data, two.shape).tolist() == [[b"bb"], [b""]]
 
@@ -95,7 +95,7 @@ def test_strings_are_split_by_their_sizes():
 def test_an_output_outside_of_its_memory_is_refused():
     output = Output("O", DataType.INT8.number, (8,), 4, 8, None, None)
     with pytest.raises(Internal, match="'O' lies outside"):
-        layout.split([output], [1], memoryview(bytes(8)))
+        layout.split([output], [1], memoryview(bytes(8)), requests_of([]))
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,15 @@
 
 import os
 import socket
+from pathlib import Path
+
+import msgspec
 
 from naiad.instances import arena
 from naiad.instances.busy_poll import BusyPoll
+from naiad.instances.channel import BlockingChannel
 from naiad.instances.execution import RequestExecution, Signature
-from naiad.instances.frames import Execute
+from naiad.instances.frames import Execute, Results, Target
 from naiad.instances.host import SocketLink
 from tests.unit.instances.test_returned_results import CONFIG, Model, answer, f4
 
@@ -30,5 +34,49 @@ def test_what_a_forked_child_answers_changes_nothing_that_the_server_sees() -> N
     assert bytes(seen) == before
     assert server.recv(1 << 16) == b""
     for fd in fds:
+        os.close(fd)
+    server.close()
+
+
+def test_descriptors_of_targets_are_closed_when_the_batch_is_done(tmp_path: Path) -> None:
+    server, host = socket.socketpair()
+    fds = [arena.create("test", SIZE) for _ in range(2)]
+    link = SocketLink(host, *fds, BusyPoll(0), end=print)
+    channel = BlockingChannel(server, msgspec.msgpack.Decoder(Results))
+    for name in "abc":
+        (tmp_path / name).write_bytes(b"")
+    files = {name: os.open(tmp_path / name, os.O_RDWR) for name in "abc"}
+    new_arena = arena.create("test", SIZE)
+
+    def target(file: int) -> Target:
+        return Target("A", 0, file, 0, 1)
+
+    def received() -> tuple[Execute, list[str]]:
+        batch = link.receive()
+        assert batch is not None
+        return batch[0], [os.readlink(f"/proc/self/fd/{t.file}")[-1] for t in batch[0].targets or ()]
+
+    before = len(os.listdir("/proc/self/fd"))
+    old = link.inputs
+    channel.send(Execute(1, [], [1], (), None, 0, [target(1), target(0), target(1)]), (files["a"], files["b"]))
+    channel.send(Execute(2, [], [1], (), None, 0, [target(0)]), (new_arena, files["c"]))
+    channel.send(Execute(3, [], [1], (), None, 0))
+    first, names = received()
+    assert names == ["b", "a", "b"]
+    assert link.inputs is old
+    second, names = received()
+    assert names == ["c"]
+    assert link.inputs is not old
+    assert first.targets is None
+    assert received()[1] == []
+    assert second.targets is None
+    # But for that of the new arena's mapping.
+    assert len(os.listdir("/proc/self/fd")) <= before + 1
+    channel.send(Execute(4, [], [1], (), None, 0, [target(0)]), (files["c"],))
+    fourth, _ = received()
+    link.forked()
+    # A child of model code writes nothing to them, nor to what gets their numbers next.
+    assert fourth.targets is None
+    for fd in (*fds, new_arena, *files.values()):
         os.close(fd)
     server.close()

@@ -560,7 +560,7 @@ class TestResponse:
     def test_region(self) -> None:
         written: dict[str, bytes] = {}
         plan = OutputPlan({"a": OutputSpec("a", region="r")})
-        regions = {"a": lambda name, data: written.update({name: bytes(data)})}
+        regions = {"a": lambda tensor: written.update({tensor.name: bytes(tensor.data)})}
         _, body = encode(Tensor("a", DataType.UINT8, (2,), b"ab"), plan=plan, regions=regions)
         assert written == {"a": b"ab"}
         assert json.loads(body)["outputs"] == [{"name": "a", "datatype": "UINT8", "shape": [2]}]

@@ -139,14 +139,18 @@ def test_input_reads_relative_to_the_region(regions: Regions) -> None:
     assert bytes(RegionUse(regions, True).input("r", 4, 3)) == bytes((4, 5, 6))
 
 
+def out(data: bytes | memoryview) -> Tensor:
+    return Tensor("OUT", DataType.UINT8, (len(data),), data)
+
+
 def test_output_writes_there_and_only_there(regions: Regions, shm: Path) -> None:
     regions.register_system("r", "/small", 0, 64)
     output = RegionUse(regions, True).output("OUT", "r", 8, 4)
-    output.write("OUT", memoryview(b"abc"))
+    output.write(out(memoryview(b"abc")))
     assert (shm / "small").read_bytes()[7:12] == b"\x07abc\x0b"
-    output.write("OUT", b"")
+    output.write(out(b""))
     with pytest.raises(Internal) as caught:
-        output.write("OUT", b"abcde")
+        output.write(out(b"abcde"))
     assert caught.value.message == (
         "shared memory size specified with the request for output 'OUT' (4 bytes) should be at least 5 bytes to hold "
         "the results"
@@ -187,7 +191,7 @@ def test_a_region_that_is_forgotten_stays_open_for_what_writes_to_it(regions: Re
     regions.register_system("r", "/small", 0, 64)
     output = RegionUse(regions, True).output("OUT", "r", 0, 4)
     regions.unregister_system("r")
-    output.write("OUT", b"late")
+    output.write(out(b"late"))
     assert (shm / "small").read_bytes()[:4] == b"late"
 
 
@@ -270,7 +274,7 @@ def test_an_object_that_shrinks_is_an_error_and_does_not_grow_again(regions: Reg
     with pytest.raises(InvalidArgument, match="'/small' has become smaller"):
         RegionUse(regions, True).input("r", 12, 8)
     with pytest.raises(InvalidArgument, match="'/small' has become smaller"):
-        output.write("OUT", bytes(8))
+        output.write(out(bytes(8)))
     assert (shm / "small").stat().st_size == 16
 
 
@@ -282,6 +286,16 @@ def large(regions: Regions, shm: Path) -> RegionUse:
     (shm / "large").write_bytes(bytes(64) + LARGE + bytes(64))
     regions.register_system("large", "/large", 0, 128 + len(LARGE))
     return RegionUse(regions, True)
+
+
+class Kept:
+    """Keeps results."""
+
+    def __init__(self) -> None:
+        self.results: list[tuple[Result | None, bool]] = []
+
+    def send(self, result: Result | None, final: bool) -> None:
+        self.results.append((result, final))
 
 
 def test_a_large_input_is_read_when_a_batch_is_made(large: RegionUse, shm: Path) -> None:
@@ -308,13 +322,8 @@ def test_a_region_that_shrinks_before_the_batch_is_made_is_an_error_of_its_reque
 ) -> None:
     part = large.input("large", 64, len(LARGE))
     assert isinstance(part, Unread)
-    results: list[tuple[Result | None, bool]] = []
-
-    class Kept:
-        def send(self, result: Result | None, final: bool) -> None:
-            results.append((result, final))
-
-    holding = large.during(lambda request, sink, model: sink, REQUEST, Kept())
+    kept = Kept()
+    holding = large.during(lambda request, sink, model: sink, REQUEST, kept)
     os.truncate(shm / "large", 100_000)
     if into:
         target = memoryview(bytearray(b"x" * len(LARGE)))
@@ -327,9 +336,32 @@ def test_a_region_that_shrinks_before_the_batch_is_made_is_an_error_of_its_reque
     response = InferResponse("m", 1, "", ())
     holding.send(response, False)
     holding.send(None, True)
-    (first, final), ended = results
+    (first, final), ended = kept.results
     assert isinstance(first, InvalidArgument)
     assert (final, ended) == (False, (None, True))
+
+
+def test_a_large_output_may_be_written_by_its_model(large: RegionUse, shm: Path) -> None:
+    size = len(LARGE)
+    output = large.output("OUT", "large", 64, size)
+    other = large.output("OTHER", "large", 0, size, as_it_is=False)
+    large.output("SMALL", "large", 0, 64)
+    request = InferRequest("m", ())
+    large.during(lambda request, sink, model: None, request, Kept())
+    assert request.destinations is not None
+    assert list(request.destinations) == ["OUT"]
+    place = request.destinations["OUT"]
+    assert (place.position, place.byte_size) == (64, size)
+    os.pwrite(place.fd, b"made", place.position)
+    made = b"made" + LARGE[4:]
+    written = Tensor("OUT", DataType.UINT8, (size,), place.written(size))
+    output.write(written)
+    assert (shm / "large").read_bytes() == bytes(64) + made + bytes(64)
+    # Written elsewhere, or looked at, it is copied.
+    other.write(written)
+    assert (shm / "large").read_bytes()[:size] == made
+    assert written.data == made
+    assert InferResponse("m", 1, "", (written,)).owned().outputs[0].data == made
 
 
 def test_a_large_input_that_is_not_there_any_more_is_refused(large: RegionUse, shm: Path) -> None:
@@ -437,7 +469,7 @@ class Client:
         if isinstance(result, InferResponse):
             for output in result.outputs:
                 if output.name in self.outputs:
-                    self.outputs[output.name].write(output.name, output.data)
+                    self.outputs[output.name].write(output)
             self.results.append((result.id, final))
         elif result is not None:
             self.results.append((type(result), result.message, result.refused))

@@ -281,7 +281,7 @@ class _LargeResponse:
         self.final = final
 
     def __len__(self) -> int:
-        return sum([len(tensor.data) for tensor in self._response.outputs])
+        return sum([len(tensor.contents) for tensor in self._response.outputs])
 
     def encode(self) -> bytes:
         return self.call.encode(self._response, self.final)

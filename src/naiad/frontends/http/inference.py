@@ -151,7 +151,7 @@ class _Reply:
             spec = self._plan.outputs.get(tensor.name)
             as_it_is = spec is not None and (spec.binary or spec.region is not None) and not spec.classification
             if not as_it_is or self._encoding is not None:
-                size += len(tensor.data)
+                size += len(tensor.contents)
         return size >= LARGE
 
 
@@ -294,7 +294,8 @@ def output_regions(plan: OutputPlan, use: RegionUse | None) -> dict[str, RegionO
             else:
                 if regions is _NO_REGIONS:
                     regions = {}
-                output = use.output(spec.name, spec.region, spec.region_offset, spec.region_byte_size)
+                place = (spec.region, spec.region_offset, spec.region_byte_size)
+                output = use.output(spec.name, *place, as_it_is=not spec.classification)
                 regions[spec.name] = output.write
     return regions
 

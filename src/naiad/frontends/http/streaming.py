@@ -144,7 +144,7 @@ class _Reply:
             response = InferResponse(
                 response.model_name, response.model_version, response.id, response.outputs, parameters
             )
-        size = sum([len(tensor.data) for tensor in response.outputs])
+        size = sum([len(tensor.contents) for tensor in response.outputs])
         if size < LARGE:
             self.messages.add(Message(self._text(response, final)))
         else:
