@@ -4,8 +4,6 @@ Pure. Every function changes the message it is given; nothing is checked here ex
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
 
 from tritonclient.grpc import model_config_pb2
 from tritonclient.grpc.model_config_pb2 import ModelConfig as Proto
@@ -54,60 +52,27 @@ def defaults(config: Proto) -> None:
                 getattr(config.optimization, field).enable = True
 
 
-@dataclass(frozen=True, slots=True)
-class PreferredGroup:
-    """Where a backend likes to run when the configuration leaves it open. `count` 0 and `gpus` () leave it open too."""
-
-    kind: Literal["KIND_AUTO", "KIND_GPU", "KIND_CPU", "KIND_MODEL"]
-    count: int = 0
-    gpus: tuple[int, ...] = ()
-
-
-def instance_groups(
-    config: Proto, gpus: Sequence[int], preferred: Sequence[PreferredGroup] = (), *, uses_gpus: bool = True
-) -> None:
+def instance_groups(config: Proto, gpus: Sequence[int], *, uses_gpus: bool = True) -> None:
     """Fills in the instance groups: one if there is none, and the name, kind, count and GPUs of each.
 
-    `gpus` are the ids of the machine's GPUs; `preferred` is what the backend advertises, best first. A backend that
-    cannot use GPUs (`uses_gpus`) gets none unless the configuration says KIND_GPU.
+    `gpus` are the ids of the machine's GPUs. A backend that cannot use them (`uses_gpus`) gets none unless the
+    configuration says KIND_GPU.
     """
     if config.HasField("ensemble_scheduling"):
         return
     if not config.instance_group:
-        group = config.instance_group.add(name=config.name)
-        chosen = next((wish for wish in preferred if wish.kind != "KIND_GPU" or gpus), None)
-        if chosen is not None:
-            wanted = chosen.gpus if chosen.kind == "KIND_AUTO" else [gpu for gpu in chosen.gpus if gpu in gpus]
-            if chosen.kind in ("KIND_AUTO", "KIND_GPU"):
-                group.gpus.extend(wanted)
-            group.kind = _KIND.Kind.Value(chosen.kind)
-            group.count = chosen.count
+        config.instance_group.add(name=config.name)
     for index, group in enumerate(config.instance_group):
         if not group.name:
             group.name = f"{config.name}_{index}"
         if group.kind == _KIND.KIND_AUTO:
             usable = uses_gpus and bool(gpus) and all(gpu in gpus for gpu in group.gpus)
             group.kind = _KIND.KIND_GPU if usable else _KIND.KIND_CPU
-        _apply_preferences(group, gpus, preferred)
         if group.count < 1:
             two = group.kind == _KIND.KIND_CPU and config.backend in platforms.TWO_CPU_INSTANCES
             group.count = 2 if two else 1
         if group.kind == _KIND.KIND_GPU and not group.gpus:
             group.gpus.extend(gpus)
-
-
-def _apply_preferences(
-    group: model_config_pb2.ModelInstanceGroup, gpus: Sequence[int], preferred: Sequence[PreferredGroup]
-) -> None:
-    for wish in preferred:
-        if group.kind != _KIND.Kind.Value(wish.kind):
-            continue
-        if group.kind == _KIND.KIND_GPU and not group.gpus and wish.gpus:
-            group.gpus.extend(gpu for gpu in wish.gpus if gpu in gpus)
-            if not group.gpus:
-                continue
-        if group.count < 1 and wish.count > 0:
-            group.count = wish.count
 
 
 def merge(config: Proto, proposal: ConfigDict) -> None:

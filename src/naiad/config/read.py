@@ -24,7 +24,6 @@ from typing import Any
 from tritonclient.grpc.model_config_pb2 import ModelConfig as Proto
 
 from naiad.config import complete, validate
-from naiad.config.complete import PreferredGroup
 from naiad.config.model_config import ModelConfig
 from naiad.config.parse import ConfigDict, parse_json, parse_text, to_dict
 from naiad.errors import Internal, InvalidArgument, NotFound, Unsupported
@@ -142,19 +141,18 @@ def _first_version_entries(directory: Path) -> dict[str, bool] | None:
         return {entry.name: entry.is_dir() for entry in entries}
 
 
-def prepare(draft: Draft, *, preferred_groups: Sequence[PreferredGroup] = (), uses_gpus: bool = True) -> ConfigDict:
+def prepare(draft: Draft, *, uses_gpus: bool = True) -> ConfigDict:
     """The configuration as the backend's `autocomplete` gets it: with its instance groups. Raises InvalidArgument.
 
     Does no I/O, so it may run on the loop.
     """
-    return to_dict(_with_instance_groups(draft, preferred_groups, uses_gpus))
+    return to_dict(_with_instance_groups(draft, uses_gpus))
 
 
 def finish(
     draft: Draft,
     proposal: ConfigDict | None = None,
     *,
-    preferred_groups: Sequence[PreferredGroup] = (),
     uses_gpus: bool = True,
 ) -> ModelConfig:
     """The configuration with what the backend proposed (None: nothing), complete and checked.
@@ -162,7 +160,7 @@ def finish(
     Raises InvalidArgument, NotFound when there is no configuration at all, Internal for a proposal that is not
     allowed. Does no I/O, so it may run on the loop.
     """
-    proto = _with_instance_groups(draft, preferred_groups, uses_gpus)
+    proto = _with_instance_groups(draft, uses_gpus)
     if proposal is not None:
         complete.merge(proto, proposal)
         complete.defaults(proto)
@@ -184,7 +182,7 @@ def with_instances_of(running: ModelConfig, draft: Draft, *, uses_gpus: bool = T
 
     Raises InvalidArgument. Does no I/O, so it may run on the loop.
     """
-    changed = _with_instance_groups(draft, (), uses_gpus)
+    changed = _with_instance_groups(draft, uses_gpus)
     proto = Proto()
     proto.CopyFrom(running.proto)
     proto.ClearField("instance_group")
@@ -193,10 +191,10 @@ def with_instances_of(running: ModelConfig, draft: Draft, *, uses_gpus: bool = T
     return ModelConfig(proto)
 
 
-def _with_instance_groups(draft: Draft, preferred_groups: Sequence[PreferredGroup], uses_gpus: bool) -> Proto:
+def _with_instance_groups(draft: Draft, uses_gpus: bool) -> Proto:
     proto = Proto()
     proto.CopyFrom(draft.proto)
-    complete.instance_groups(proto, draft.gpus, preferred_groups, uses_gpus=uses_gpus)
+    complete.instance_groups(proto, draft.gpus, uses_gpus=uses_gpus)
     validate.require(validate.instance_group_problems(proto, draft.gpus))
     return proto
 

@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 
 from naiad.config import complete
-from naiad.config.complete import PreferredGroup
 from naiad.config.parse import parse_text, to_dict
 from naiad.errors import Internal, InvalidArgument
 
@@ -80,9 +79,9 @@ def test_pinned_memory_is_on_unless_it_is_turned_off_and_not_for_ensembles() -> 
     assert "optimization" not in _defaults("ensemble_scheduling { }")
 
 
-def _groups(text: str, gpus: list[int], preferred: list[PreferredGroup] | None = None) -> list[tuple[Any, ...]]:
+def _groups(text: str, gpus: list[int]) -> list[tuple[Any, ...]]:
     proto = parse_text(f'name: "m" {text}')
-    complete.instance_groups(proto, gpus, preferred or [])
+    complete.instance_groups(proto, gpus)
     return [(group["name"], group["kind"], group["count"], group["gpus"]) for group in to_dict(proto)["instance_group"]]
 
 
@@ -110,34 +109,6 @@ def _groups(text: str, gpus: list[int], preferred: list[PreferredGroup] | None =
 )
 def test_instance_groups(text: str, gpus: list[int], expected: list[tuple[Any, ...]]) -> None:
     assert _groups(text, gpus) == expected
-
-
-@pytest.mark.parametrize(
-    ("text", "gpus", "preferred", "expected"),
-    [
-        ("", [], [PreferredGroup("KIND_CPU", 4)], [("m", "KIND_CPU", 4, [])]),
-        ("", [], [PreferredGroup("KIND_GPU", 2), PreferredGroup("KIND_CPU", 3)], [("m", "KIND_CPU", 3, [])]),
-        ("", [0, 1], [PreferredGroup("KIND_GPU", 2, (1, 7))], [("m", "KIND_GPU", 2, [1])]),
-        ("", [0], [PreferredGroup("KIND_AUTO", 0, (7,))], [("m", "KIND_CPU", 1, [7])]),
-        ("instance_group [ { kind: KIND_CPU } ]", [], [PreferredGroup("KIND_CPU", 4)], [("m_0", "KIND_CPU", 4, [])]),
-        (
-            "instance_group [ { kind: KIND_CPU count: 2 } ]",
-            [],
-            [PreferredGroup("KIND_CPU", 4)],
-            [("m_0", "KIND_CPU", 2, [])],
-        ),
-        (
-            "instance_group [ { kind: KIND_GPU } ]",
-            [0, 1],
-            [PreferredGroup("KIND_GPU", 3, (9,)), PreferredGroup("KIND_GPU", 2, (1,))],
-            [("m_0", "KIND_GPU", 2, [1])],
-        ),
-    ],
-)
-def test_what_a_backend_prefers(
-    text: str, gpus: list[int], preferred: list[PreferredGroup], expected: list[tuple[Any, ...]]
-) -> None:
-    assert _groups(text, gpus, preferred) == expected
 
 
 def _merge(text: str, proposal: dict[str, Any]) -> dict[str, Any]:
