@@ -25,6 +25,8 @@ TIMESTAMPS, TENSORS = "TIMESTAMPS", "TENSORS"
 _LEVELS = {"off": (), "false": (), "0": (), "tensors": (TENSORS,)}
 #: Traces that go to one file in the end are written when so many characters have gathered.
 _CHUNK = 1 << 20
+#: Traces that go to files with a number wait for each other in memory, up to so many characters.
+_LARGEST_FILE = 64 << 20
 
 Report = Callable[[str, BaseException], None]
 #: The value of a request header (HTTP) or of metadata (gRPC), None where there is none.
@@ -314,7 +316,7 @@ class _Sampler:
         self._collected += 1
         frequency = self.values.log_frequency
         all_taken = self.count == 0 and self._collected == self._taken
-        if all_taken or (frequency and self._in_buffer >= frequency):
+        if all_taken or (frequency and self._in_buffer >= frequency) or self._size >= _LARGEST_FILE:
             self._write(file, indexed=True)
         elif self.retired or (not frequency and self.count < 0 and self._size >= _CHUNK):
             self.flush(file)

@@ -1,4 +1,3 @@
-import dataclasses
 import json
 import sys
 from typing import Any
@@ -13,7 +12,12 @@ from naiad.messages import InferRequest, InferResponse, Result, Tensor
 from naiad.options import Setting
 from naiad.telemetry.trace import TraceSettings, Values, read_changes, tensor_document
 
-REQUEST = InferRequest("m", (Tensor("A", DataType.INT32, (2,), np.int32([1, 2]).tobytes()),), id="r")
+
+def request_for(model: str) -> InferRequest:
+    return InferRequest(model, (Tensor("A", DataType.INT32, (2,), np.int32([1, 2]).tobytes()),), id="r")
+
+
+REQUEST = request_for("m")
 
 
 def fail(text: str, error: BaseException) -> None:
@@ -204,7 +208,7 @@ def test_nothing_is_active_unless_something_can_be_sampled(path):
     traces.update("m", {"trace_level": ["TIMESTAMPS"]})
     assert traces.active
     assert run(traces)
-    assert not run(traces, dataclasses.replace(REQUEST, model_name="other"))
+    assert not run(traces, request_for("other"))
     traces.update("m", {"trace_level": None})
     assert not traces.active
     traces.close()
@@ -222,7 +226,7 @@ def test_every_nth_request_is_followed_until_there_are_enough(path):
 def test_a_model_with_settings_of_its_own_counts_for_itself(path):
     traces = settings(path, rate=2)
     traces.update("other", {"trace_rate": "3"})
-    other = dataclasses.replace(REQUEST, model_name="other")
+    other = request_for("other")
     assert [(run(traces), run(traces, other)) for _ in range(3)] == [(False, False), (True, False), (False, True)]
     traces.close()
 
@@ -303,6 +307,20 @@ def test_files_with_a_number_hold_as_many_traces_as_asked_for(path):
     assert files == {"t.json.0": [1, 2], "t.json.1": [3, 4], "t.json.2": [5]}
 
 
+@pytest.mark.parametrize("values", [{"count": 100}, {"log_frequency": 100}])
+def test_traces_do_not_fill_the_memory_while_they_wait_for_others(path, values, monkeypatch):
+    monkeypatch.setattr("naiad.telemetry.trace._LARGEST_FILE", 1000)
+    traces = settings(path, **values)
+    followed = 0
+    while not traces._file._index:
+        run(traces)
+        followed += 1
+        traces._file.close()
+        assert followed < 100
+    assert ids((path.parent / "t.json.0").read_text()) == list(range(1, followed + 1))
+    assert not traces._global._buffer
+
+
 def test_a_full_count_is_written_at_once_to_a_file_with_a_number(path):
     traces = settings(path, rate=2, count=2)
     for _ in range(4):
@@ -344,7 +362,7 @@ def test_requests_that_a_request_causes_are_written_with_it(path):
     assert root is not None
     outer = root.begin(request, 1, Sink())
     child = root.child()
-    inner = child.begin(dataclasses.replace(REQUEST, model_name="step"), 2, Sink())
+    inner = child.begin(request_for("step"), 2, Sink())
     child.executing()
     inner.send(None, True)
     outer.send(None, True)
