@@ -103,8 +103,8 @@ _BUILDS = {
     "TensorrtExecutionProvider": "onnxruntime-gpu",
 }
 
-#: To wake other threads for a batch that takes less is slower than to leave it to one.
-_WORTH_WAKING_NS = 150_000
+#: A batch that takes less gains little from more threads, which then spin where the server has work to do.
+_WORTH_WAKING_NS = 1_000_000
 #: Of what all instances of this process compute on its CPUs, of whatever model.
 _occupancy = Occupancy()
 
