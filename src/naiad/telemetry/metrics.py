@@ -187,6 +187,7 @@ class Metrics:
         self._interval_s = interval_s
         self._clock = clock
         self._sampled_at = clock()
+        self._sampling: asyncio.Future[None] | None = None
         self._sources: list[Callable[[], Iterable[Family]]] = []
         self.custom = CustomMetrics(_RESERVED)
 
@@ -195,11 +196,16 @@ class Metrics:
         self._sources.append(source)
 
     async def scrape(self) -> bytes:
-        """The text of all metrics. Measures the machine first, in a thread, if the last time was an interval ago."""
+        """The text of all metrics. Measures the machine first, in a thread, if the last time was an interval ago.
+
+        One measurement at a time: a GPU that does not answer must not take a thread at each scrape.
+        """
         now = self._clock()
-        if self._system is not None and now - self._sampled_at >= self._interval_s:
+        under_way = self._sampling is not None and not self._sampling.done()
+        if self._system is not None and not under_way and now - self._sampled_at >= self._interval_s:
             self._sampled_at = now
-            await asyncio.to_thread(self._system.sample)
+            self._sampling = asyncio.ensure_future(asyncio.to_thread(self._system.sample))
+            await asyncio.shield(self._sampling)
         return self.render()
 
     def render(self) -> bytes:

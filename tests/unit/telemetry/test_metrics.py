@@ -1,3 +1,4 @@
+import asyncio
 import math
 import sys
 import threading
@@ -403,6 +404,31 @@ async def test_the_machine_is_measured_at_most_once_an_interval_and_not_on_the_l
         seen.append("measured " + (await metrics.scrape()).decode().split("\nmeasured ")[1].split("\n")[0])
     assert seen == ["measured 0", "measured 1", "measured 1", "measured 2"]
     assert threading.get_ident() not in system.threads
+
+
+async def test_a_machine_that_does_not_answer_is_not_asked_again_meanwhile():
+    begun, go_on = threading.Event(), threading.Event()
+
+    class Slow(FakeSystem):
+        def sample(self) -> None:
+            super().sample()
+            begun.set()
+            go_on.wait()
+
+    now = [2.0]
+    system = Slow()
+    metrics = Metrics(list, system=system, interval_s=2.0, clock=lambda: now[0])
+    now[0] = 4.0
+    first = asyncio.ensure_future(metrics.scrape())
+    await asyncio.to_thread(begun.wait)
+    now[0] = 8.0
+    async with asyncio.timeout(30):
+        await metrics.scrape()
+    assert len(system.threads) == 1
+    go_on.set()
+    await first
+    await metrics.scrape()
+    assert len(system.threads) == 2
 
 
 def test_other_parts_add_families():
