@@ -40,6 +40,12 @@ A = Actual
             {"e": W(1, ("m",)), "m": W(2)}, {"m": A(serving=1)}, [Update("m")], id="not on a member about to change"
         ),
         pytest.param(
+            {"e": W(1, ("m",)), "m": W(1)},
+            {"m": A(serving=1, loading=2)},
+            [],
+            id="not on a member whose load has yet to be dropped",
+        ),
+        pytest.param(
             {"e": W(1, ("m",)), "m": W(2)},
             {"m": A(serving=1, failed=2)},
             [Update("e")],
