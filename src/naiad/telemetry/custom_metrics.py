@@ -16,7 +16,8 @@ from naiad.telemetry.exposition import Family, Kind, Sample, number
 
 CustomKind = Literal["counter", "gauge", "histogram"]
 Labels = Mapping[str, str]
-#: The most series that models may make, so that labels with unbounded values cannot fill the memory.
+#: The most series, and the most families, that models may make, so that labels and names without bound cannot fill the
+#: memory.
 MOST_SERIES = 100_000
 
 _FAMILY_NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
@@ -91,6 +92,8 @@ class CustomMetrics:
             raise Unsupported("Unsupported kind passed to MetricFamily constructor.")
         known = self._families.get(family)
         if known is None:
+            if len(self._families) >= MOST_SERIES:
+                raise Unsupported(f"models have made {MOST_SERIES} metric families already, the most that are allowed")
             known = self._families[family] = _Family(family, description, kind)
         elif known.kind != kind:
             raise AlreadyExists(f"metric family '{family}' exists already, as a {known.kind}")

@@ -169,6 +169,17 @@ def test_series_do_not_grow_without_bound(metrics, monkeypatch):
     metrics.new_metric("h", "gauge", {"id": "2"})
 
 
+def test_families_have_a_limit(monkeypatch):
+    monkeypatch.setattr(custom_metrics, "MOST_SERIES", 2)
+    metrics = CustomMetrics()
+    for family in ("a", "b", "a"):
+        metrics.new_family("h", family, "", "gauge")
+    with pytest.raises(Unsupported, match="models have made 2 metric families already"):
+        metrics.new_family("h", "c", "", "gauge")
+    metrics.drop_owner("h")
+    metrics.new_family("h", "c", "", "gauge")
+
+
 @given(st.lists(st.floats(-1e6, 1e6)), st.lists(st.floats(-1e6, 1e6), unique=True).map(sorted))
 def test_buckets_are_cumulative(values, bounds):
     histogram = Histogram(bounds)
