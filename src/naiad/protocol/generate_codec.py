@@ -44,15 +44,17 @@ def decode_generate(
             )
         tensors[key] = tensor
 
-    nested = _nested(document, config)
+    nested: Mapping[str, Any] | None = None
     for key, value in given:
         if key == _NESTED:
+            if nested is not None:
+                continue
+            nested = _nested(value, config)
             try:
                 for inner, inner_value in nested.items():
                     take(inner, inner_value)
             except NaiadError as error:
                 raise type(error)(f"Converting keyword: '{_NESTED}': {error}") from error
-            nested = {}
         elif key != "id":
             take(key, value)
     if forwarded:
@@ -60,15 +62,13 @@ def decode_generate(
     return InferRequest(config.name, tuple(tensors.values()), model_version, request_id, parameters=parameters)
 
 
-def _nested(document: Mapping[str, Any], config: ModelConfig) -> Mapping[str, Any]:
-    if _NESTED not in document:
-        return {}
+def _nested(nested: Any, config: ModelConfig) -> Mapping[str, Any]:
     if _NESTED in config.inputs:
         raise InvalidArgument(f"Keyword '{_NESTED}' for nested schema also given as input tensor name")
-    nested: Any = document[_NESTED]
     if type(nested) is not dict:
         raise Internal(f"Expected JSON object for keyword: '{_NESTED}': attempt to access JSON non-object as object")
-    return nested
+    given: dict[str, Any] = nested
+    return given
 
 
 def _tensor(config: TensorConfig, value: Any, max_input_size: int) -> Tensor:

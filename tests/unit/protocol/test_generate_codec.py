@@ -25,6 +25,11 @@ TWICE = "[request id: <id_unknown>] input 'A' already exists in request"
         (b'{"A": 1, "B": true, "A": 2}', TWICE),
         (b'{"A": 1, "A": 2, "x": null}', TWICE),
         (b'{"id": "7", "A": 1, "A": 2}', "[request id: 7] input 'A' already exists in request"),
+        (
+            b'{"A": 1, "parameters": 5}',
+            "Expected JSON object for keyword: 'parameters': attempt to access JSON non-object as object",
+        ),
+        (b'{"A": 1, "A": 1, "parameters": 5}', TWICE),
         (b'{"A": 1, "parameters": {"A": 2}}', f"Converting keyword: 'parameters': {TWICE}"),
         (b'{"parameters": {"A": 2}, "A": 1}', TWICE),
         (b'{"A": 1, "x": 2, "A": 2}\0\0', TWICE),
