@@ -84,7 +84,8 @@ class Awaited:
 
 
 class AwakeLoop:
-    """Keeps an event loop from sleeping."""
+    """Keeps an event loop from sleeping. Its thread keeps the interpreter to itself meanwhile, so it does not stay awake for
+    requests of clients, some of which come by way of other threads."""
 
     __slots__ = ("_busy_poll", "_clock", "_is_turning", "_loop", "_until", "window_ns")
 
@@ -99,12 +100,16 @@ class AwakeLoop:
         self._is_turning = False
 
     def stay_awake(self, now: int) -> None:
-        """For the window from now on."""
+        """For the window from now on, or until `relax`."""
         if self._busy_poll.allows(now):
             self._until = now + self.window_ns
             if not self._is_turning:
                 self._is_turning = True
                 self._loop.call_soon(self._turn)
+
+    def relax(self) -> None:
+        """What was waited for is there."""
+        self._until = 0
 
     def _turn(self) -> None:
         now = self._clock()

@@ -58,8 +58,7 @@ class ProcessInstance:
         self._copying: set[asyncio.Task[None]] = set()
         self._is_attached = False
         self._awake = tenant.host.awake
-        self._awaited_results = Awaited()
-        self._awaited_batch = Awaited()
+        self._awaited = Awaited()
 
     def __repr__(self) -> str:
         state = self.failure or ("busy" if self._batches else "idle" if self._is_attached else "down")
@@ -145,9 +144,7 @@ class ProcessInstance:
         files: Sequence[int] = ()
         if not self._tenant.decoupled and (targets := layout.targets(requests)) is not None:
             frame.targets, files = targets
-        now = monotonic_ns()
-        self._awaited_batch.came(now, self._awake.window_ns)
-        self._expect(self._awaited_results, now)
+        self._await_results()
         inputs, channel = self._inputs, self._channel
         assert channel is not None
         if laid_out.byte_size > self._tenant.host.limits.arena:
@@ -158,9 +155,10 @@ class ProcessInstance:
             laid_out.write(inputs)
             channel.send(frame, files)
 
-    def _expect(self, awaited: Awaited, now: int) -> None:
-        awaited.begin(now)
-        if awaited.is_soon:
+    def _await_results(self) -> None:
+        now = monotonic_ns()
+        self._awaited.begin(now)
+        if self._awaited.is_soon:
             self._awake.stay_awake(now)
 
     def _execute_in_new_arena(
@@ -241,15 +239,16 @@ class ProcessInstance:
             self._tenant.host.send(Cancel(self._tenant.number, self.name, number, index))
 
     def _on_results(self, results: Results, fds: list[int]) -> None:
-        now = monotonic_ns()
-        self._awaited_results.came(now, self._awake.window_ns)
+        self._awaited.came(monotonic_ns(), self._awake.window_ns)
+        self._awake.relax()
         try:
             self._deliver(results, fds)
         except (NaiadError, ValueError, KeyError, IndexError, ZeroDivisionError, OSError) as error:
             # Memory corrupted by native code shows like this. Nothing this host says can be trusted now.
             self._tenant.host.kill(f"sent results that make no sense: {error}")
         else:
-            self._expect(self._awaited_results if self._batches.executing else self._awaited_batch, now)
+            if self._batches.executing:
+                self._await_results()
 
     def _deliver(self, results: Results, fds: list[int]) -> None:
         region = self._outputs
