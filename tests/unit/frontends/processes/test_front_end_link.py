@@ -528,7 +528,7 @@ async def test_a_region_is_there_at_the_front_end_and_in_use_for_both(both: Both
     await both.begun()
     with pytest.raises(Internal, match="currently in use"):
         both.regions.unregister_system("region")
-    output.write(b"more")
+    output.write(Tensor("OUT", DataType.UINT8, (4,), b"more"))
     assert bytes(shm.buf[8:12]) == b"more"
     both.engine.act = echo
     both.link._answer(frames.Answer(1, True, None, "", 0, "", {}, None, False, False))
