@@ -84,8 +84,7 @@ class Awaited:
 
 
 class AwakeLoop:
-    """Keeps an event loop from sleeping. Its thread keeps the interpreter to itself meanwhile, so it does not stay awake for
-    requests of clients, some of which come by way of other threads."""
+    """Keeps an event loop from sleeping."""
 
     __slots__ = ("_busy_poll", "_clock", "_is_turning", "_loop", "_until", "window_ns")
 
@@ -100,16 +99,12 @@ class AwakeLoop:
         self._is_turning = False
 
     def stay_awake(self, now: int) -> None:
-        """For the window from now on, or until `relax`."""
+        """For the window from now on."""
         if self._busy_poll.allows(now):
             self._until = now + self.window_ns
             if not self._is_turning:
                 self._is_turning = True
                 self._loop.call_soon(self._turn)
-
-    def relax(self) -> None:
-        """What was waited for is there."""
-        self._until = 0
 
     def _turn(self) -> None:
         now = self._clock()

@@ -58,7 +58,8 @@ class ProcessInstance:
         self._copying: set[asyncio.Task[None]] = set()
         self._is_attached = False
         self._awake = tenant.host.awake
-        self._awaited = Awaited()
+        self._awaited_results = Awaited()
+        self._awaited_batch = Awaited()
 
     def __repr__(self) -> str:
         state = self.failure or ("busy" if self._batches else "idle" if self._is_attached else "down")
@@ -144,7 +145,9 @@ class ProcessInstance:
         files: Sequence[int] = ()
         if not self._tenant.decoupled and (targets := layout.targets(requests)) is not None:
             frame.targets, files = targets
-        self._await_results()
+        now = monotonic_ns()
+        self._awaited_batch.came(now, self._awake.window_ns)
+        self._expect(self._awaited_results, now)
         inputs, channel = self._inputs, self._channel
         assert channel is not None
         if laid_out.byte_size > self._tenant.host.limits.arena:
@@ -155,10 +158,9 @@ class ProcessInstance:
             laid_out.write(inputs)
             channel.send(frame, files)
 
-    def _await_results(self) -> None:
-        now = monotonic_ns()
-        self._awaited.begin(now)
-        if self._awaited.is_soon:
+    def _expect(self, awaited: Awaited, now: int) -> None:
+        awaited.begin(now)
+        if awaited.is_soon:
             self._awake.stay_awake(now)
 
     def _execute_in_new_arena(
@@ -239,16 +241,15 @@ class ProcessInstance:
             self._tenant.host.send(Cancel(self._tenant.number, self.name, number, index))
 
     def _on_results(self, results: Results, fds: list[int]) -> None:
-        self._awaited.came(monotonic_ns(), self._awake.window_ns)
-        self._awake.relax()
+        now = monotonic_ns()
+        self._awaited_results.came(now, self._awake.window_ns)
         try:
             self._deliver(results, fds)
         except (NaiadError, ValueError, KeyError, IndexError, ZeroDivisionError, OSError) as error:
             # Memory corrupted by native code shows like this. Nothing this host says can be trusted now.
             self._tenant.host.kill(f"sent results that make no sense: {error}")
         else:
-            if self._batches.executing:
-                self._await_results()
+            self._expect(self._awaited_results if self._batches.executing else self._awaited_batch, now)
 
     def _deliver(self, results: Results, fds: list[int]) -> None:
         region = self._outputs

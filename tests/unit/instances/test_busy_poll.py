@@ -139,17 +139,6 @@ def test_a_loop_stays_awake_for_the_window_and_longer_when_asked_again():
     assert turns_taken(loop) == WINDOW // US + 1
 
 
-def test_a_loop_sleeps_when_what_it_waited_for_is_there():
-    core, loop = Core(), Turns()
-    awake = AwakeLoop(loop, core.busy_poll, lambda: core.now)
-    awake.stay_awake(core.now)
-    loop.turn()
-    awake.relax()
-    assert turns_taken(loop) == 1
-    awake.stay_awake(core.now)
-    assert loop.due
-
-
 def test_a_loop_sleeps_where_others_want_the_core_or_it_may_not_wait_awake():
     core, loop = Core(), Turns()
     awake = AwakeLoop(loop, core.busy_poll, lambda: core.now)
