@@ -21,10 +21,11 @@ _NEVER_NS = 1 << 62
 class BusyPoll:
     """Whether this process may wait awake. `window_ns` is how long at most, 0 for never.
 
-    All its threads use it without a lock: what gets lost is a look too many or too few.
+    Its threads use it without a lock: what gets lost is a look too many or too few. Where several of them execute
+    batches none waits awake, since it would take the interpreter from the others.
     """
 
-    __slots__ = ("_clock", "_pause_ns", "_resume_ns", "_yield", "window_ns")
+    __slots__ = ("_clock", "_pause_ns", "_resume_ns", "_yield", "executing_threads", "window_ns")
 
     def __init__(
         self,
@@ -33,6 +34,7 @@ class BusyPoll:
         clock: Callable[[], int] = monotonic_ns,
     ) -> None:
         self.window_ns = window_ns
+        self.executing_threads = 0
         self._yield = yield_core
         self._clock = clock
         self._pause_ns = 0
@@ -40,7 +42,7 @@ class BusyPoll:
         self._resume_ns = 0 if window_ns else _NEVER_NS
 
     def allows(self, now: int) -> bool:
-        return now >= self._resume_ns
+        return now >= self._resume_ns and self.executing_threads <= 1
 
     def give_way(self, now: int) -> int:
         """Lets others have the core; the time afterwards, in ns."""

@@ -372,6 +372,7 @@ class Host:
             loaded(error)
             return
         self._executions[frame.model, spec.name] = target
+        self._busy_poll.executing_threads = len(self._executions)
         loaded(None)
         try:
             while (received := link.receive()) is not None:
@@ -380,6 +381,7 @@ class Host:
                 del received
         finally:
             del self._executions[frame.model, spec.name]
+            self._busy_poll.executing_threads = len(self._executions)
             self._close(link)
             try:
                 target.close()

@@ -71,6 +71,14 @@ def test_a_window_of_0_is_never():
     assert [core.wait(awaited, 0) for _ in range(3)] == [" asleep"] * 3
 
 
+def test_of_several_threads_that_execute_none_waits_awake():
+    core, awaited = Core(), Awaited()
+    seen = []
+    for core.busy_poll.executing_threads in (1, 1, 2, 2, 1):
+        seen.append(core.wait(awaited, 100 * US))
+    assert seen == [" asleep", "awake", " asleep", " asleep", "awake"]
+
+
 def waits(core, awaited, duration):
     """How waits go for that long."""
     end = core.now + duration

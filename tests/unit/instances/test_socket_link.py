@@ -1,4 +1,4 @@
-"""An instance's socket and arenas, in a host."""
+"""An instance's socket and arenas, and its host."""
 
 import os
 import socket
@@ -6,12 +6,13 @@ from pathlib import Path
 
 import msgspec
 
+from naiad.backends.api import ArrayBackend, InstanceContext, ModelContext
 from naiad.instances import arena
 from naiad.instances.busy_poll import BusyPoll
 from naiad.instances.channel import BlockingChannel
 from naiad.instances.execution import RequestExecution, Signature
-from naiad.instances.frames import Execute, Results, Target
-from naiad.instances.host import SocketLink
+from naiad.instances.frames import Execute, InstanceSpec, Load, Reply, Results, Target, VersionSpec
+from naiad.instances.host import Host, SocketLink
 from tests.unit.instances.test_returned_results import CONFIG, Model, answer, f4
 
 SIZE = 1 << 16
@@ -80,3 +81,42 @@ def test_descriptors_of_targets_are_closed_when_the_batch_is_done(tmp_path: Path
     for fd in (*fds, new_arena, *files.values()):
         os.close(fd)
     server.close()
+
+
+class Nothing(ArrayBackend):
+    def __init__(self, model: ModelContext, instance: InstanceContext) -> None:
+        pass
+
+
+def test_a_host_knows_how_many_of_its_threads_execute() -> None:
+    control, theirs = socket.socketpair()
+    replies = BlockingChannel(control, msgspec.msgpack.Decoder(Reply))
+    busy_poll = BusyPoll(1)
+    host = Host(theirs, Nothing, False, busy_poll)
+    spec = VersionSpec("m", 1, "", "", "", {})
+
+    def load(number: int, count: int) -> list[socket.socket]:
+        pairs = [socket.socketpair() for _ in range(count)]
+        fds = [fd for _, end in pairs for fd in (end.detach(), *(arena.create("test", SIZE) for _ in range(2)))]
+        instances = [InstanceSpec(f"m_{number}_{index}", "KIND_CPU", 0) for index in range(count)]
+        host._load(Load(number, number, spec, CONFIG, instances, SIZE), fds)
+        assert replies.receive() == (Reply(number, False, None), [])
+        return [end for end, _ in pairs]
+
+    def unload(number: int, ends: list[socket.socket]) -> None:
+        for end in ends:
+            end.close()
+        for thread in host._threads.pop(number):
+            thread.join()
+
+    assert busy_poll.executing_threads == 0
+    two = load(1, 2)
+    assert busy_poll.executing_threads == 2
+    one = load(2, 1)
+    assert busy_poll.executing_threads == 3
+    unload(1, two)
+    assert busy_poll.executing_threads == 1
+    unload(2, one)
+    assert busy_poll.executing_threads == 0
+    control.close()
+    theirs.close()
