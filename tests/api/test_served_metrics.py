@@ -59,7 +59,7 @@ def test_all_metrics(server: Server, tmp_path: Path) -> None:
     assert value(text, "naiad_batch_size_bucket", **echo, le="2") == 3
     assert value(text, "naiad_batch_size_sum", **echo) == 6
     assert value(text, "naiad_host_memory_bytes", **echo) > 1 << 20
-    assert value(text, "naiad_arena_bytes", **echo) == 128 << 20
+    assert value(text, "naiad_arena_bytes", **echo) == 256 << 20
     assert 0 < value(text, "naiad_arena_used_bytes", **echo) <= 128 << 20
     assert value(text, "nv_inference_request_success", **echo) == 3
     assert "naiad_" not in server.metrics()

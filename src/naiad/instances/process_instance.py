@@ -34,7 +34,9 @@ def _do_nothing() -> None:
 class Limits(msgspec.Struct, frozen=True):
     """Sizes in bytes of what batches may take. Larger batches than an arena travel in memory files of their own."""
 
-    arena: int = 64 * 1024 * 1024
+    #: Sixteen images of 6 MB fit in. To write a memory file for a batch takes three times as long, and only what has been
+    #: written to takes memory.
+    arena: int = 128 * 1024 * 1024
     #: The inputs, or the outputs, of one execution.
     batch: int = 8 * 1024 * 1024 * 1024
 
