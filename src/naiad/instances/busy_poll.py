@@ -8,6 +8,7 @@ again instead, lets others have the core between two looks, and leaves it to the
 import asyncio
 import os
 from collections.abc import Callable
+from threading import get_ident
 from time import monotonic_ns
 from typing import Any
 
@@ -21,11 +22,11 @@ _NEVER_NS = 1 << 62
 class BusyPoll:
     """Whether this process may wait awake. `window_ns` is how long at most, 0 for never.
 
-    Its threads use it without a lock: what gets lost is a look too many or too few. Where several of them execute
-    batches none waits awake, since it would take the interpreter from the others.
+    Its threads use it without a lock: what gets lost is a look too many or too few. Only the thread that executes batches
+    waits awake, and where there are several of them none does: the interpreter would be taken from the others.
     """
 
-    __slots__ = ("_clock", "_pause_ns", "_resume_ns", "_yield", "executing_threads", "window_ns")
+    __slots__ = ("_clock", "_pause_ns", "_resume_ns", "_yield", "executing_threads", "thread", "window_ns")
 
     def __init__(
         self,
@@ -35,6 +36,8 @@ class BusyPoll:
     ) -> None:
         self.window_ns = window_ns
         self.executing_threads = 0
+        #: The one that executes, by its `get_ident`; 0 as long as it is not known.
+        self.thread = 0
         self._yield = yield_core
         self._clock = clock
         self._pause_ns = 0
@@ -59,7 +62,7 @@ class BusyPoll:
         """Returns when there is something to read. `poll(ms)` says whether there is within that time, `poll()` waits."""
         began = now = self._clock()
         awaited.begin(began)
-        if awaited.is_soon:
+        if awaited.is_soon and (not self.thread or self.thread == get_ident()):
             end = began + self.window_ns
             while now < end and self.allows(now):
                 if poll(0):

@@ -373,6 +373,7 @@ class Host:
             return
         self._executions[frame.model, spec.name] = target
         self._busy_poll.executing_threads = len(self._executions)
+        self._busy_poll.thread = threading.get_ident()
         loaded(None)
         try:
             while (received := link.receive()) is not None:

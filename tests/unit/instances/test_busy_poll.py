@@ -1,5 +1,8 @@
 """Who waits awake, how long, and who leaves the core to others."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 from naiad.instances.busy_poll import Awaited, AwakeLoop, BusyPoll
@@ -77,6 +80,15 @@ def test_of_several_threads_that_execute_none_waits_awake():
     for core.busy_poll.executing_threads in (1, 1, 2, 2, 1):
         seen.append(core.wait(awaited, 100 * US))
     assert seen == [" asleep", "awake", " asleep", " asleep", "awake"]
+
+
+def test_threads_of_model_code_that_ask_others_do_not_wait_awake():
+    core, awaited = Core(), Awaited()
+    core.busy_poll.thread = threading.get_ident()
+    assert [core.wait(awaited, 100 * US) for _ in range(2)] == [" asleep", "awake"]
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(core.wait, awaited, 100 * US).result() == " asleep"
+    assert core.wait(awaited, 100 * US) == "awake"
 
 
 def waits(core, awaited, duration):
