@@ -311,7 +311,7 @@ class Server:
 
     @asynccontextmanager
     async def _traces(self) -> AsyncIterator[TraceSettings]:
-        traces = TraceSettings.of(self.options.trace_settings, self.log.exception)
+        traces = TraceSettings.of(self.options.trace_settings, self.log)
         try:
             yield traces
         finally:

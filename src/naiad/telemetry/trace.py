@@ -8,9 +8,10 @@ files are Triton's (reference 12.3). Times are ns of CLOCK_MONOTONIC.
 import importlib
 import re
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol, TextIO
+from typing import Any, BinaryIO, Protocol
 
 import msgspec
 import numpy as np
@@ -19,16 +20,17 @@ from naiad.datatypes import DataType, unpack_bytes
 from naiad.errors import Internal, InvalidArgument, Unsupported
 from naiad.messages import InferRequest, InferResponse, ResponseSink, Result, Tensor
 from naiad.options import Setting, bad_option
+from naiad.telemetry.log import Log
 
 TIMESTAMPS, TENSORS = "TIMESTAMPS", "TENSORS"
 #: Triton's names for the level in `--trace-config`; each occurrence adds to the others, but OFF turns all off.
 _LEVELS = {"off": (), "false": (), "0": (), "tensors": (TENSORS,)}
 #: Traces that go to one file in the end are written when so many characters have gathered.
 _CHUNK = 1 << 20
-#: Traces that go to files with a number wait for each other in memory, up to so many characters.
+#: Traces that go to files with a number wait for each other in memory, up to so many characters; and so do those for a
+#: file that cannot be written.
 _LARGEST_FILE = 64 << 20
 
-Report = Callable[[str, BaseException], None]
 #: The value of a request header (HTTP) or of metadata (gRPC), None where there is none.
 Header = Callable[[str], str | None]
 
@@ -334,19 +336,26 @@ class _Sampler:
 
 
 class _TraceFile:
-    """`path`, or `path`.0, `path`.1 and so on: each a JSON array. One thread writes."""
+    """`path`, or `path`.0, `path`.1 and so on: each a JSON array. One thread writes.
 
-    def __init__(self, path: str, report: Report) -> None:
+    What cannot be written waits for the next attempt, which comes with what is next to be written, or at the end.
+    """
+
+    def __init__(self, path: str, log: Log) -> None:
         self.path = path
-        self._report = report
+        self._log = log
         self._index = 0
-        self._whole: TextIO | None = None
+        self._whole: BinaryIO | None = None
+        #: So much of the whole file is written.
+        self._size = 0
+        self._waiting: deque[tuple[bytes, bool]] = deque()
+        self._reason: str | None = None
         self._thread: ThreadPoolExecutor | None = None
 
     def write(self, text: bytes, indexed: bool) -> None:
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "naiad-trace-file")
-        self._thread.submit(self._write, text.decode(), indexed)
+        self._thread.submit(self._write, text, indexed)
 
     def close(self) -> None:
         """Ends the whole file. Blocks until everything is written."""
@@ -355,28 +364,58 @@ class _TraceFile:
             self._thread.shutdown(wait=True)
             self._thread = None
 
-    def _write(self, text: str, indexed: bool) -> None:
+    def _write(self, text: bytes, indexed: bool) -> None:
+        self._waiting.append((text, indexed))
+        self._write_waiting()
+        while sum(len(text) for text, _ in self._waiting) > _LARGEST_FILE:
+            self._waiting.popleft()
+
+    def _write_waiting(self) -> None:
         try:
-            if indexed:
-                path = f"{self.path}.{self._index}"
-                self._index += 1
-                with open(path, "w", encoding="utf-8") as file:
-                    file.write(f"[{text}]")
-            elif self._whole is None:
-                self._whole = open(self.path, "w", encoding="utf-8")  # noqa: SIM115 - until close
-                self._whole.write(f"[{text}")
-            else:
-                self._whole.write(f",{text}")
+            while self._waiting:
+                text, indexed = self._waiting[0]
+                if indexed:
+                    self._write_indexed(text)
+                else:
+                    self._write_whole(text)
+                self._waiting.popleft()
+            self._reason = None
         except OSError as error:
-            self._report(f"failed creating trace file '{self.path}'", error)
+            if self._reason != error.strerror:
+                self._reason = error.strerror
+                self._log.error(
+                    f"failed creating trace file '{error.filename or self.path}': {error.strerror}; traces wait in memory, "
+                    f"up to {_LARGEST_FILE >> 20} MiB, until it can be written: make that possible, or start the server "
+                    "with another file (--trace-config=triton,file=<path>)"
+                )
+
+    def _write_indexed(self, text: bytes) -> None:
+        with open(f"{self.path}.{self._index}", "wb") as file:
+            file.write(b"[" + text + b"]")
+        self._index += 1
+
+    def _write_whole(self, text: bytes) -> None:
+        if self._whole is None:
+            self._whole = open(self.path, "wb")  # noqa: SIM115 - until close
+        # An attempt that failed may have left a part.
+        self._whole.seek(self._size)
+        text = (b"," if self._size else b"[") + text
+        self._whole.write(text)
+        self._whole.flush()
+        self._size += len(text)
 
     def _end(self) -> None:
+        self._write_waiting()
+        if self._waiting:
+            self._log.error(f"traces are lost: trace file '{self.path}' could not be written until the end")
         if self._whole is not None:
             try:
-                self._whole.write("]")
-                self._whole.close()
+                with self._whole as file:
+                    file.seek(self._size)
+                    file.write(b"]" if self._size else b"[]")
+                    file.truncate()
             except OSError as error:
-                self._report(f"failed writing trace file '{self.path}'", error)
+                self._log.error(f"failed writing trace file '{self.path}': {error.strerror}; it has no end")
             self._whole = None
 
 
@@ -386,19 +425,19 @@ class TraceSettings:
     `active` says whether anything can be sampled at all.
     """
 
-    def __init__(self, values: Values, file: str, report: Report, export: SpanExport | None = None) -> None:
+    def __init__(self, values: Values, file: str, log: Log, export: SpanExport | None = None) -> None:
         self._default = values
         self._global = _Sampler(values, frozenset())
         self._models: dict[str, _Sampler] = {}
-        self._file = _TraceFile(file, report)
+        self._file = _TraceFile(file, log)
         self._export = export
-        self._report = report
+        self._log = log
         self._last_id = 0
         self._live: dict[int, Trace] = {}
         self.active = self._is_active()
 
     @classmethod
-    def of(cls, settings: Sequence[Setting], report: Report) -> "TraceSettings":
+    def of(cls, settings: Sequence[Setting], log: Log) -> "TraceSettings":
         """Those of `--trace-config`. Raises InvalidArgument."""
         mode, values = _global_values(settings)
         options = [(setting.key, setting.value) for setting in settings if setting.scope == mode]
@@ -410,7 +449,7 @@ class TraceSettings:
                     f"the trace mode opentelemetry needs the Python module '{error.name}': "
                     "install it with pip install 'naiad[otel]'"
                 ) from error
-            return cls(values, "", report, module.OtlpExport.of(options))
+            return cls(values, "", log, module.OtlpExport.of(options))
         file = ""
         for key, value in options:
             if key == "file":
@@ -419,7 +458,7 @@ class TraceSettings:
                 values = msgspec.structs.replace(values, log_frequency=_option_number("triton,log-frequency", value))
             else:
                 raise _bad_option(f"triton,{key}", "Available settings are file and log-frequency")
-        return cls(values, file, report)
+        return cls(values, file, log)
 
     def __repr__(self) -> str:
         return f"<TraceSettings {self._global.current} models={sorted(self._models)} live={len(self._live)}>"
@@ -477,7 +516,7 @@ class TraceSettings:
                 entries = [entry for trace in journey.followed for entry in trace_documents(trace, journey.levels)]
                 journey.sampler.add(msgspec.json.encode(entries)[1:-1], self._file)
         except Exception as error:  # a trace that cannot be written must not fail the request
-            self._report("a trace could not be written", error)
+            self._log.exception("a trace could not be written", error)
         journey.followed = []
 
     # ------------------------------------------------------------ settings
@@ -554,11 +593,7 @@ class TraceSettings:
 
 def off() -> TraceSettings:
     """For servers that trace nothing."""
-    return TraceSettings(Values(), "", _no_report)
-
-
-def _no_report(text: str, error: BaseException) -> None:
-    """Nothing is written, so nothing fails."""
+    return TraceSettings(Values(), "", Log())
 
 
 def _global_values(settings: Sequence[Setting]) -> tuple[str, Values]:

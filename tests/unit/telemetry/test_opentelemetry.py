@@ -24,14 +24,15 @@ class Nowhere:
         pass
 
 
-def fail(text: str, error: BaseException) -> None:
-    raise AssertionError(text) from error
+class FailingLog:
+    def exception(self, message: str, error: BaseException) -> None:
+        raise AssertionError(message) from error
 
 
 def spans_of(values: Values, headers: list[dict[str, str]]) -> list[Any]:
     """The spans after a request to `m` with each of the headers."""
     exporter = InMemorySpanExporter()
-    traces = TraceSettings(values, "", fail, OtlpExport(exporter, {"a": "b"}, BATCHING))
+    traces = TraceSettings(values, "", FailingLog(), OtlpExport(exporter, {"a": "b"}, BATCHING))
     for header in headers:
         request = traces.follow(InferRequest("m", ()), "HTTP", 1, header.get)
         if request.trace is not None:
@@ -70,7 +71,7 @@ def test_times_are_those_of_the_clock() -> None:
 
 def test_the_context_for_model_code_is_that_of_the_models_span() -> None:
     exporter = InMemorySpanExporter()
-    traces = TraceSettings(Values(("TIMESTAMPS",), 1), "", fail, OtlpExport(exporter, {}, BATCHING))
+    traces = TraceSettings(Values(("TIMESTAMPS",), 1), "", FailingLog(), OtlpExport(exporter, {}, BATCHING))
     request = traces.follow(InferRequest("m", ()), "GRPC", 1, {}.get)
     assert request.trace is not None
     sink = request.trace.begin(request, 1, Nowhere())
@@ -94,7 +95,7 @@ def test_options_and_what_is_shown_of_them(monkeypatch: pytest.MonkeyPatch) -> N
         "bsp_schedule_delay": "77",
         "bsp_max_export_batch_size": "512",
     }
-    shown = TraceSettings(Values(), "", fail, export).get()
+    shown = TraceSettings(Values(), "", FailingLog(), export).get()
     assert shown == {
         "trace_level": ["OFF"],
         "trace_rate": "1000",

@@ -1,4 +1,6 @@
 import json
+import queue
+import resource
 import sys
 from typing import Any
 
@@ -10,6 +12,7 @@ from naiad.datatypes import DataType, pack_bytes
 from naiad.errors import Internal, InvalidArgument, NaiadError, Unsupported
 from naiad.messages import InferRequest, InferResponse, Result, Tensor
 from naiad.options import Setting
+from naiad.telemetry import trace
 from naiad.telemetry.trace import TraceSettings, Values, read_changes, tensor_document
 
 
@@ -20,8 +23,20 @@ def request_for(model: str) -> InferRequest:
 REQUEST = request_for("m")
 
 
-def fail(text: str, error: BaseException) -> None:
-    raise AssertionError(text) from error
+class FailingLog:
+    def error(self, message: str) -> None:
+        raise AssertionError(message)
+
+    def exception(self, message: str, error: BaseException) -> None:
+        raise AssertionError(message) from error
+
+
+class KeptLog:
+    """Keeps what is said, from whatever thread."""
+
+    def __init__(self) -> None:
+        self.errors: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self.error = self.errors.put
 
 
 def no_header(name: str) -> None:
@@ -42,7 +57,7 @@ def path(tmp_path):
 
 
 def settings(path, **values: Any) -> TraceSettings:
-    return TraceSettings(Values(**{"levels": ("TIMESTAMPS",), "rate": 1, **values}), str(path), fail)
+    return TraceSettings(Values(**{"levels": ("TIMESTAMPS",), "rate": 1, **values}), str(path), FailingLog())
 
 
 def run(traces: TraceSettings, request: InferRequest = REQUEST) -> bool:
@@ -156,7 +171,7 @@ def test_tracing_needs_a_rate_and_a_file(path):
         settings(path).update(None, {"trace_rate": "0"})
     with pytest.raises(InvalidArgument, match=r"^Attempting to set invalid trace setting :trace_count is 0$"):
         settings(path).update(None, {"trace_count": "0"})
-    without = TraceSettings(Values(), "", fail)
+    without = TraceSettings(Values(), "", FailingLog())
     with pytest.raises(
         InvalidArgument, match=r"^Attempting to set invalid trace setting :trace file name is not given$"
     ):
@@ -182,21 +197,21 @@ def test_tracing_needs_a_rate_and_a_file(path):
     ],
 )
 def test_settings_of_the_command_line(given, shown):
-    got = TraceSettings.of([Setting(*one) for one in given], fail).get()
+    got = TraceSettings.of([Setting(*one) for one in given], FailingLog()).get()
     assert got == {**got, **shown}
 
 
 @pytest.mark.parametrize("given", [("triton", "colour", "red"), ("triton", "log-frequency", "often")])
 def test_wrong_settings_of_the_command_line(given):
     with pytest.raises(InvalidArgument, match=f'^Bad option: "--trace-config triton,{given[1]}"'):
-        TraceSettings.of([Setting(*given)], fail)
+        TraceSettings.of([Setting(*given)], FailingLog())
 
 
 def test_without_the_extra_the_mode_opentelemetry_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
     monkeypatch.delitem(sys.modules, "naiad.telemetry.opentelemetry", raising=False)
     with pytest.raises(InvalidArgument, match=r"pip install 'naiad\[otel\]'"):
-        TraceSettings.of([Setting("", "mode", "opentelemetry")], fail)
+        TraceSettings.of([Setting("", "mode", "opentelemetry")], FailingLog())
 
 
 # ---------------------------------------------------------------- sampling
@@ -342,14 +357,66 @@ def test_a_change_of_settings_loses_nothing(path):
     assert ids(path.read_text()) == [2, 1]
 
 
-def test_a_file_that_cannot_be_written_is_reported(tmp_path):
-    reports = []
-    traces = TraceSettings(
-        Values(("TIMESTAMPS",), 1), str(tmp_path / "no" / "t.json"), lambda text, error: reports.append(text)
+def test_a_file_that_cannot_be_written_is_told_once_and_written_when_it_can_be(tmp_path):
+    log = KeptLog()
+    path = tmp_path / "no" / "t.json"
+    traces = TraceSettings(Values(("TIMESTAMPS",), 1, log_frequency=1), str(path), log)
+    run(traces)
+    run(traces)
+    assert log.errors.get(timeout=60) == (
+        f"failed creating trace file '{path}.0': No such file or directory; traces wait in memory, up to 64 MiB, until it "
+        "can be written: make that possible, or start the server with another file (--trace-config=triton,file=<path>)"
     )
+    traces.update("other", {"trace_rate": "7"})
+    path.parent.mkdir()
     run(traces)
     traces.close()
-    assert reports == [f"failed creating trace file '{tmp_path}/no/t.json'"]
+    assert log.errors.empty()
+    assert [ids((path.parent / f"t.json.{n}").read_text()) for n in range(3)] == [[1], [2], [3]]
+
+
+def test_a_file_that_is_full_for_a_while_is_whole_in_the_end(path):
+    log = KeptLog()
+    traces = TraceSettings(Values(("TIMESTAMPS",), 1), str(path), log)
+    run(traces)
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20, unlimited[1]))
+    try:
+        traces.update(None, {"trace_rate": "1"})
+        assert "File too large" in log.errors.get(timeout=60)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    run(traces)
+    traces.close()
+    assert log.errors.empty()
+    assert ids(path.read_text()) == [1, 2]
+
+
+def test_traces_that_nobody_could_write_are_said_to_be_lost(tmp_path):
+    log = KeptLog()
+    traces = TraceSettings(Values(("TIMESTAMPS",), 1), str(tmp_path / "no" / "t.json"), log)
+    run(traces)
+    traces.close()
+    assert "No such file" in log.errors.get_nowait()
+    assert log.errors.get_nowait() == (
+        f"traces are lost: trace file '{tmp_path}/no/t.json' could not be written until the end"
+    )
+
+
+def test_of_traces_that_wait_for_their_file_the_oldest_go(tmp_path, monkeypatch):
+    monkeypatch.setattr(trace, "_LARGEST_FILE", 2000)
+    log = KeptLog()
+    path = tmp_path / "no" / "t.json"
+    traces = TraceSettings(Values(("TIMESTAMPS",), 1, log_frequency=1), str(path), log)
+    for _ in range(9):
+        run(traces)
+    traces.close()
+    path.parent.mkdir()
+    run(traces)
+    traces.close()
+    written = [ids(file.read_text()) for file in sorted(path.parent.iterdir())]
+    assert written[-1] == [10]
+    assert 1 < len(written) < 6
 
 
 # ---------------------------------------------------------------- a request and what it causes

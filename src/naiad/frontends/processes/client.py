@@ -354,7 +354,7 @@ class _FollowingTraces(TraceSettings):
     """What front ends ask of trace settings: takes down times, for the engine's process to sample and to keep."""
 
     def __init__(self) -> None:
-        super().__init__(Values(), "", lambda text, error: None)
+        super().__init__(Values(), "", Log())
 
     def follow(
         self, request: InferRequest, protocol: str, start_ns: int, header: Header, end_ns: int = 0

@@ -32,6 +32,7 @@ from naiad.frontends.grpc.servicer import Servicer
 from naiad.messages import Tensor
 from naiad.options import Restriction
 from naiad.protocol.regions import Regions
+from naiad.telemetry.log import Log
 from naiad.telemetry.trace import TraceSettings, Values
 
 Connect = Callable[..., AbstractAsyncContextManager["Connection"]]
@@ -765,7 +766,7 @@ async def test_trace_settings(connect: Connect) -> None:
         )
         assert await connection.refusal(call("nonesuch")) == (invalid, "Request for unknown model : nonesuch")
         await call(trace_mode=["a", "b"], colour=["a", "b"])  # clients cannot change it
-    async with connect(trace_settings=TraceSettings(Values(), "", pytest.fail)) as connection:
+    async with connect(trace_settings=TraceSettings(Values(), "", Log())) as connection:
         assert await connection.refusal(call(trace_count=["-2"])) == (
             invalid,
             "Unable to parse 'trace_count'. Expecting value >= -1, got: -2",

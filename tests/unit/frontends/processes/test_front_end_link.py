@@ -121,7 +121,7 @@ class Both:
         proto = model_config_pb2.ModelConfig(name="model")
         self.engine = Engine(ModelConfig(proto))
         self.regions = SharedRegions("local")
-        self.traces = TraceSettings(Values(("TIMESTAMPS",), rate=1), "", lambda text, error: None)
+        self.traces = TraceSettings(Values(("TIMESTAMPS",), rate=1), "", Log())
         self.overseer = Overseer()
         engine: Any = self.engine
         self.management: Any = SimpleNamespace()
@@ -402,6 +402,7 @@ async def test_a_connection_that_cannot_be_made_leaves_no_descriptors(monkeypatc
         raise OSError(errno.EMFILE, "Too many open files")
 
     unmade: Any = None
+    gc.collect()  # what other tests left would be collected in between
     before = len(os.listdir("/proc/self/fd"))
     monkeypatch.setattr(link.os, "dup", fail)
     with pytest.raises(OSError, match="Too many open files"):
