@@ -84,12 +84,12 @@ def read_draft(
     config_name: str = "",
     override: str | bytes | None = None,
     auto_complete: bool = True,
-    gpus: int | Sequence[int] = 0,
+    gpus: Sequence[int] = (),
 ) -> Draft:
     """Reads and checks the configuration of the model `name` in `directory`.
 
     `config_name` is `--model-config-name`, `override` the JSON of a load request, `auto_complete` the opposite of
-    `--disable-auto-complete-config`, `gpus` the number or the ids of this machine's GPUs. Raises InvalidArgument with
+    `--disable-auto-complete-config`, `gpus` the ids of this machine's GPUs. Raises InvalidArgument with
     everything that is wrong, Internal for files that cannot be read.
     """
     try:
@@ -106,8 +106,7 @@ def read_draft(
         validate.require(problems)
     except OSError as error:
         raise Internal(f"failed to read {error.filename or directory}: {error.strerror}") from error
-    ids = tuple(range(gpus)) if isinstance(gpus, int) else tuple(gpus)
-    return Draft(name, directory, proto, bool(source), source, ids)
+    return Draft(name, directory, proto, bool(source), source, tuple(gpus))
 
 
 def _read(directory: Path, config_name: str, override: str | bytes | None, auto_complete: bool) -> tuple[Proto, str]:

@@ -139,7 +139,7 @@ def test_other_encodings(tmp_path: Path, content: bytes) -> None:
 
 def test_the_backend_sees_the_instance_groups(tmp_path: Path) -> None:
     folder = _model(tmp_path / "m", "instance_group { } instance_group { kind: KIND_CPU }", "1/model.py")
-    groups = prepare(_read(folder, gpus=2))["instance_group"]
+    groups = prepare(_read(folder, gpus=(0, 1)))["instance_group"]
     assert [(group["name"], group["kind"], group["gpus"]) for group in groups] == [
         ("m_0", "KIND_GPU", [0, 1]),
         ("m_1", "KIND_CPU", []),
