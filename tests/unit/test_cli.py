@@ -118,9 +118,17 @@ def test_help_keeps_flags_whole_and_says_what_is_the_default(capsys):
     assert lines[lines.index("  --http-thread-count <integer>") + 1].startswith("      No effect: ")
 
 
-@pytest.mark.parametrize(("word", "end"), [("sevre", "init."), ("models", "naiad --model-repository=models")])
+@pytest.mark.parametrize(
+    ("word", "end"),
+    [
+        ("sevre", "init."),
+        ("models", "naiad --model-repository=models"),
+        ("my models", "naiad --model-repository='my models'"),
+    ],
+)
 def test_a_word_that_is_no_command(tmp_path, monkeypatch, capsys, word, end):
-    (tmp_path / "models").mkdir()
+    for name in ("models", "my models"):
+        (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path)
     assert run(word) == 2
     error = capsys.readouterr().err.rstrip()

@@ -6,6 +6,7 @@ with the name of the program exchanged.
 
 import importlib
 import os
+import shlex
 import sys
 from importlib.util import find_spec
 
@@ -38,7 +39,9 @@ class _Commands(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if args[0] not in _COMMANDS:
-            serve = f" To serve a repository: naiad --model-repository={args[0]}" if os.path.isdir(args[0]) else ""
+            serve = ""
+            if os.path.isdir(args[0]):
+                serve = f" To serve a repository: naiad --model-repository={shlex.quote(args[0])}"
             ctx.fail(f"no command '{args[0]}'; there are {', '.join(_COMMANDS)}.{serve}")
         return super().resolve_command(ctx, args)
 
