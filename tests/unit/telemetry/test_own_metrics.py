@@ -14,6 +14,7 @@ from naiad.telemetry.own_metrics import (
     HostFacts,
     Memory,
     ModelFacts,
+    OwnMetrics,
     families,
     read_memory,
 )
@@ -109,6 +110,68 @@ def test_memory_is_read_of_processes_that_are(tmp_path: Path) -> None:
     (tmp_path / "7" / "status").write_text("Name:\tx\nVmRSS:\t  12 kB\nRssAnon:\t 1 kB\nRssShmem:\t  4 kB\n")
     assert read_memory([7, 8], tmp_path) == {7: Memory(12288, 4096)}
     assert read_memory([os.getpid()])[os.getpid()].resident > 1 << 20
+
+
+def parsed(text: bytes) -> tuple[dict[str, str], dict[str, float]]:
+    """What TYPE says of each family, and the value of each line."""
+    kinds: dict[str, str] = {}
+    values: dict[str, float] = {}
+    for line in text.decode().splitlines():
+        if line.startswith("# TYPE "):
+            _, _, name, kind = line.split()
+            kinds[name] = kind
+        elif not line.startswith("#"):
+            series, _, value = line.rpartition(" ")
+            values[series] = float(value)
+    return kinds, values
+
+
+async def test_a_scrape_shows_what_is_there_at_that_moment() -> None:
+    """All families, with the values that were put in, and the memory of a process that is: this one."""
+    statistics = ModelStatistics('a "b"', "3")
+    statistics.latencies.add_batch([0, 200_000], 300_000, 1_300_000)
+    statistics.infer.success.add(2_400_000, 2)
+    statistics.infer.queue.add(400_000, 2)
+    statistics.infer.compute_infer.add(2_000_000, 2)
+    statistics.batches[2] = BatchStatistics(compute_infer=Duration(1, 1_000_000))
+    statistics.batch_reasons["full"] = 1
+    statistics.refused = 5
+    models: list[ModelFacts] = []
+    hosts: list[HostFacts] = []
+    metrics = OwnMetrics(lambda: models, lambda: hosts)
+    assert await metrics.scrape() == b""
+    models.append(ModelFacts(statistics, 7))
+    hosts.append(HostFacts('a "b"', 3, 2, (os.getpid(),), 4096))
+    kinds, values = parsed(await metrics.scrape())
+    assert kinds == {
+        "naiad_latency_seconds": "histogram",
+        "naiad_batch_size": "histogram",
+        "naiad_batches_total": "counter",
+        "naiad_requests_refused_total": "counter",
+        "naiad_requests_in_flight": "gauge",
+        "naiad_host_restarts_total": "counter",
+        "naiad_host_memory_bytes": "gauge",
+        "naiad_arena_bytes": "gauge",
+        "naiad_arena_used_bytes": "gauge",
+    }
+    name, version = r'model="a \"b\""', 'version="3"'
+    for phase, fast, total in (("request", 0, 0.0024), ("queue", 1, 0.0004), ("compute", 0, 0.002)):
+        labels = f'{name},phase="{phase}",{version}'
+        assert values[f'naiad_latency_seconds_bucket{{{labels},le="0.0001"}}'] == fast
+        assert values[f'naiad_latency_seconds_bucket{{{labels},le="0.0025"}}'] == 2
+        assert values[f"naiad_latency_seconds_sum{{{labels}}}"] == pytest.approx(total)
+        assert values[f"naiad_latency_seconds_count{{{labels}}}"] == 2
+    labels = f"{name},{version}"
+    assert values[f'naiad_batch_size_bucket{{{labels},le="1"}}'] == 0
+    assert values[f'naiad_batch_size_bucket{{{labels},le="2"}}'] == 1
+    assert values[f"naiad_batch_size_sum{{{labels}}}"] == 2
+    assert values[f'naiad_batches_total{{{name},reason="full",{version}}}'] == 1
+    assert values[f"naiad_requests_refused_total{{{labels}}}"] == 5
+    assert values[f"naiad_requests_in_flight{{{labels}}}"] == 7
+    assert values[f"naiad_host_restarts_total{{{labels}}}"] == 2
+    assert values[f"naiad_host_memory_bytes{{{labels}}}"] > 1 << 20
+    assert values[f"naiad_arena_bytes{{{labels}}}"] == 4096
+    assert f"naiad_arena_used_bytes{{{labels}}}" in values
 
 
 def test_names_are_its_own() -> None:
