@@ -41,7 +41,8 @@ class HttpService(Protocol):
 
 
 class Listening:
-    """What has been entered is left all at once: none may accept while another waits for its last requests."""
+    """What has been entered is left all at once: none may accept while another waits for its last requests. One that
+    fails does not keep the others from stopping; what failed is raised when all have."""
 
     def __init__(self) -> None:
         self._entered: list[AbstractAsyncContextManager[Any]] = []
@@ -56,7 +57,11 @@ class Listening:
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
-        await asyncio.gather(*(frontend.__aexit__(None, None, None) for frontend in self._entered))
+        leaving = [frontend.__aexit__(None, None, None) for frontend in self._entered]
+        ends = await asyncio.gather(*leaving, return_exceptions=True)
+        errors = [end for end in ends if isinstance(end, BaseException)]
+        if errors:
+            raise BaseExceptionGroup("front ends failed to stop", errors)
 
 
 async def listen(
