@@ -15,6 +15,7 @@ from setuptools.command.build import build
 HOT_PATH = (
     "engine",
     "frontends/access",
+    "frontends/connections",
     "frontends/grpc/native",
     "frontends/grpc/servicer",
     "frontends/http/app",

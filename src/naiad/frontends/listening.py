@@ -13,7 +13,7 @@ from naiad.frontends.grpc.server import GrpcFrontend
 from naiad.frontends.grpc.servicer import Method
 from naiad.frontends.http.app import HttpFrontend
 from naiad.frontends.http.management import Management
-from naiad.frontends.http.tls import server_context
+from naiad.frontends.tls import server_context
 from naiad.options import ServerOptions
 from naiad.protocol.regions import Regions
 from naiad.telemetry.log import Log
@@ -111,4 +111,4 @@ def _http_tls(options: ServerOptions) -> ssl.SSLContext | None:
     if not (options.http_use_ssl or options.http_use_ssl_mutual):
         return None
     root = options.http_root_cert if options.http_use_ssl_mutual else ""
-    return server_context(options.http_server_cert, options.http_server_key, root)
+    return server_context("http", "http/1.1", options.http_server_cert, options.http_server_key, root)

@@ -9,10 +9,10 @@ from naiad.errors import Internal, NaiadError
 from naiad.frontends.http.connection import ConnectionClosed, Exchange
 from naiad.frontends.http.generate import Generation
 from naiad.frontends.http.inference import HeaderForwarding, Inference
-from naiad.frontends.http.listener import Service
 from naiad.frontends.http.management import Management, Settings
 from naiad.frontends.http.replies import PLAIN, reply_error
 from naiad.frontends.http.routes import Route, Routes
+from naiad.frontends.http.service import Service
 from naiad.frontends.http.streaming import Streaming
 from naiad.frontends.http.surface import Engine
 from naiad.options import Restriction

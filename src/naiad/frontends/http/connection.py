@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import httptools
 import numpy as np
 
+from naiad.frontends.connections import OpenConnections
 from naiad.frontends.http.head import Chunks, Head, RequestHeaders
 from naiad.protocol.json_text import error_document
 
@@ -211,23 +212,12 @@ class _State(enum.Enum):
     CLOSED = enum.auto()
 
 
-class Connections:
+class Connections(OpenConnections):
     """The open connections of a listener, and the heads that have come through them."""
 
     def __init__(self) -> None:
-        self.open: set[Connection] = set()
+        super().__init__()
         self.heads: dict[bytes, Head] = {}
-        self._changed = asyncio.Event()
-
-    def lost(self, connection: "Connection") -> None:
-        self.open.discard(connection)
-        self._changed.set()
-
-    async def gone(self) -> None:
-        """Returns when there are none."""
-        while self.open:
-            self._changed.clear()
-            await self._changed.wait()
 
 
 class Connection:

@@ -4,8 +4,8 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from naiad.frontends.http.connection import Exchange, Headers
-from naiad.frontends.http.listener import Service
 from naiad.frontends.http.replies import PLAIN
+from naiad.frontends.http.service import Service
 from naiad.protocol.json_text import error_document
 from naiad.telemetry.exposition import CONTENT_TYPE
 

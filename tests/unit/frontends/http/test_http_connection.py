@@ -9,7 +9,7 @@ from http_raw_client import Answer, read_answer, request_bytes
 
 from naiad.frontends.http import connection as module
 from naiad.frontends.http.connection import Connection, ConnectionClosed, Connections, Exchange
-from naiad.frontends.http.listener import Listener
+from naiad.frontends.listener import Listener
 
 TEXT = [("content-type", "text/plain")]
 
@@ -73,10 +73,15 @@ class Clients:
             await hang_up(writer)
 
 
+def listener_of(echo: Echo, grace_s: float) -> Listener:
+    connections = Connections()
+    return Listener(lambda: Connection(echo, connections), connections, "test", "127.0.0.1", 0, grace_s=grace_s)
+
+
 @asynccontextmanager
 async def served() -> AsyncIterator[tuple[Echo, Listener, Clients]]:
     echo = Echo()
-    async with Listener(echo, "test", "127.0.0.1", 0, grace_s=5) as listener:
+    async with listener_of(echo, 5) as listener:
         clients = Clients(listener.bound_port)
         try:
             yield echo, listener, clients
@@ -417,7 +422,7 @@ async def test_a_stream_waits_for_a_slow_client() -> None:
 
 async def test_stopping_lets_requests_finish_and_closes_idle_connections() -> None:
     echo = Echo()
-    listener = Listener(echo, "test", "127.0.0.1", 0, grace_s=20)
+    listener = listener_of(echo, 20)
     await listener.__aenter__()
     connect = Clients(listener.bound_port)
     idle, _ = await connect()
@@ -437,7 +442,7 @@ async def test_stopping_lets_requests_finish_and_closes_idle_connections() -> No
 
 async def test_requests_that_do_not_finish_in_time_are_dropped() -> None:
     echo = Echo()
-    listener = Listener(echo, "test", "127.0.0.1", 0, grace_s=0.05)
+    listener = listener_of(echo, 0.05)
     await listener.__aenter__()
     connect = Clients(listener.bound_port)
     reader, writer = await connect()
@@ -451,7 +456,7 @@ async def test_requests_that_do_not_finish_in_time_are_dropped() -> None:
 
 
 async def test_a_client_that_stalls_in_the_middle_of_a_request_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    from naiad.frontends.http import listener as listening
+    from naiad.frontends import listener as listening
 
     monkeypatch.setattr(listening, "STALLED_S", 0.02)
     monkeypatch.setattr(listening, "_LOOK_S", 0.01)

@@ -1,14 +1,14 @@
-"""A listening socket and the connections it has accepted. On the event loop; knows nothing of routes."""
+"""A listening socket and the connections it has accepted, of whatever protocol. On the event loop."""
 
 import asyncio
 import socket
 import ssl
-from collections.abc import Coroutine
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Self, cast
+from typing import Any, Self
 
 from naiad.frontends.addresses import bound, cannot_listen
-from naiad.frontends.http.connection import Application, Connection, Connections
+from naiad.frontends.connections import OpenConnections
 
 _BACKLOG = 1024
 #: A client that owes a part of a request and makes no progress for so long is cut off.
@@ -17,15 +17,16 @@ _LOOK_S = 5.0
 
 
 class Listener:
-    """Serves `application` on an address; entered = listening, left = no new connections, requests finished.
+    """Accepts on an address; entered = listening, left = no new connections, requests finished.
 
-    `what` names the listener in errors. `port` 0 is any; `bound_port` is the one taken. Requests that are not done
+    `connect` makes the protocol of a new one, which keeps itself in `connections`. `what` names the listener in errors. `port` 0 is any; `bound_port` is the one taken. Requests that are not done
     `grace_s` after the end began are dropped.
     """
 
     def __init__(
         self,
-        application: Application,
+        connect: Callable[[], Any],
+        connections: OpenConnections,
         what: str,
         address: str,
         port: int,
@@ -34,7 +35,7 @@ class Listener:
         grace_s: float = 30.0,
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        self._application = application
+        self._connect = connect
         self._what = what
         self._address = address
         self._port = port
@@ -43,14 +44,14 @@ class Listener:
         self._tls = tls
         self._server: asyncio.Server | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self.connections = Connections()
+        self.connections = connections
         self.bound_port = 0
 
     async def __aenter__(self) -> Self:
         bound = self._bind()
         self.bound_port = bound.getsockname()[1]
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(self._connection, sock=bound, backlog=_BACKLOG, ssl=self._tls)
+        self._server = await loop.create_server(self._connect, sock=bound, backlog=_BACKLOG, ssl=self._tls)
         self._look()
         return self
 
@@ -70,9 +71,6 @@ class Listener:
             connection.abort()
         if self._timer is not None:
             self._timer.cancel()
-
-    def _connection(self) -> Any:
-        return Connection(self._application, self.connections)
 
     def _look(self) -> None:
         """Cuts off clients that have stalled in the middle of a request."""
@@ -95,36 +93,3 @@ class Listener:
             raise cannot_listen(self._what, self._address, self._port, error) from error
         made.setblocking(False)
         return made
-
-
-class Service:
-    """An application that brings its listener: entered = listening, left = requests finished, or dropped in the end."""
-
-    def __init__(self, what: str, address: str, port: int, **options: Any) -> None:
-        self._listener = Listener(cast(Application, self), what, address, port, **options)
-        #: Answers under way that could not be given at once.
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    @property
-    def bound_port(self) -> int:
-        return self._listener.bound_port
-
-    @property
-    def connection_count(self) -> int:
-        return len(self._listener.connections.open)
-
-    async def refuse(self) -> None:
-        """Takes no new connections; those that there are go on."""
-        self._listener.refuse()
-
-    async def __aenter__(self) -> Self:
-        await self._listener.__aenter__()
-        return self
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        await self._listener.__aexit__(*exc_info)
-
-    def answer_later(self, answer: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(answer)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
