@@ -42,7 +42,7 @@ import uvloop  # noqa: E402
 from pygrpc_native import EVENT_CALL  # noqa: E402
 from tritonclient.grpc import service_pb2 as pb  # noqa: E402
 
-from naiad.backends.api import Array, ArrayBackend, InstanceContext, RequestBackend  # noqa: E402
+from naiad.backends.api import Array, ArrayBackend, InstanceContext, RequestBackend, Shared  # noqa: E402
 from naiad.backends.python import PythonBackend  # noqa: E402
 from naiad.config.model_config import ModelConfig  # noqa: E402
 from naiad.config.parse import parse_text, to_dict  # noqa: E402
@@ -472,7 +472,7 @@ def _host(backend: ArrayBackend | RequestBackend) -> Once:
 def host_of_requests() -> Once:
     path = ROOT / "benchmarks/model_code/identity.py"
     folder = str(path.parent)
-    model = model_context(VersionSpec("identity", 1, folder, folder, str(path), {}), CONFIG_DICT, None)
+    model = model_context(VersionSpec("identity", 1, folder, folder, str(path), {}), CONFIG_DICT, None, Shared())
     return _host(PythonBackend(model, InstanceContext("identity_0", "KIND_CPU")))
 
 

@@ -42,6 +42,10 @@ class Services(Protocol):
         """
 
 
+class Shared(dict[str, Any]):
+    """What `ModelContext.shared` has made."""
+
+
 @dataclass(frozen=True, slots=True)
 class ModelContext:
     """One model version, as a backend sees it. `config` is complete, except in `autocomplete`."""
@@ -56,7 +60,7 @@ class ModelContext:
     #: `--backend-config=<backend>,<key>=<value>`, with the values for all backends below them.
     settings: Mapping[str, str]
     services: Services
-    _shared: dict[str, Any] = field(default_factory=dict)
+    _shared: Shared = field(default_factory=Shared)
 
     @property
     def parameters(self) -> dict[str, str]:
@@ -64,7 +68,8 @@ class ModelContext:
         return {key: value["string_value"] for key, value in self.config.get("parameters", {}).items()}
 
     def shared(self, key: str, make: Callable[[], T]) -> T:
-        """Something all instances of this version in this host share, made by the first that asks.
+        """Something all instances of this version in this host share, made by the first that asks, and gone with the
+        last one. Those that are added later share it too: their configuration may have other instance groups.
 
         Instances are constructed one after another, so no lock is needed in a constructor.
         """

@@ -123,9 +123,11 @@ class _TensorInfo:
 class _Sessions:
     """What runs a model. Several threads may do so at once."""
 
-    #: For a batch that has all cores, and for one that has not.
+    #: For a batch that has all cores, and for one that has not; the latter follows the number of instances.
     alone: Any
     together: Any
+    #: The cores that `together` has.
+    cores: int
     #: What the last batch took.
     took_ns: int = _WORTH_WAKING_NS
 
@@ -190,10 +192,11 @@ class OnnxRuntimeBackend(ArrayBackend):
     def __init__(self, model: ModelContext, instance: InstanceContext) -> None:
         self._model_name = model.name
         if _can_share(model, instance):
-            self._sessions = model.shared("sessions", lambda: _open_shared(model, instance))
+            self._sessions = _shared_sessions(model, instance)
         else:
-            session = _open_session(model, instance, _session_options(model, cores_per_instance(model.config)))
-            self._sessions = _Sessions(session, session)
+            cores = cores_per_instance(model.config)
+            session = _open_session(model, instance, _session_options(model, cores))
+            self._sessions = _Sessions(session, session, cores)
         self._occupancy = Occupancy() if instance.kind == "KIND_GPU" else _occupancy
         self._run_options = _run_options(model.parameters)
         session = self._sessions.alone
@@ -269,14 +272,25 @@ def _can_share(model: ModelContext, instance: InstanceContext) -> bool:
     return len(_providers(model, instance)) == 1 and not any(counts) and not has_own_operators
 
 
-def _open_shared(model: ModelContext, instance: InstanceContext) -> _Sessions:
+def _shared_sessions(model: ModelContext, instance: InstanceContext) -> _Sessions:
     """Two, since batches that run at once with the threads of all cores wait for each other's threads: they take an
     eighth longer than with so few threads that each has a core, with which a batch that runs alone takes much longer."""
-    cores, left = available_cores(), cores_left_to_all(model.config)
-    alone = _open_session(model, instance, _session_options(model, cores))
-    if left == cores or _has_global_threads(model):
-        return _Sessions(alone, alone)
-    return _Sessions(alone, _open_session(model, instance, _session_options(model, left)))
+
+    def open_with(cores: int) -> Any:
+        return _open_session(model, instance, _session_options(model, cores))
+
+    def open_one() -> _Sessions:
+        cores = available_cores()
+        session = open_with(cores)
+        return _Sessions(session, session, cores)
+
+    sessions = model.shared("sessions", open_one)
+    left = cores_left_to_all(model.config)
+    if left != sessions.cores and not _has_global_threads(model):
+        # Instances that are there already use it from their next batch on.
+        sessions.together = sessions.alone if left == available_cores() else open_with(left)
+        sessions.cores = left
+    return sessions
 
 
 def _open_session(model: ModelContext, instance: InstanceContext, options: Any) -> Any:

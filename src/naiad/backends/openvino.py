@@ -170,7 +170,8 @@ class OpenVinoBackend(ArrayBackend):
                 f"unable to load model '{model.name}', Triton OpenVINO backend supports only Kind CPU and AUTO; another"
                 " device is chosen by the parameter TARGET_DEVICE"
             )
-        compiled = model.shared("compiled", lambda: _compile(model))
+        # It has a stream for each of the instances that there were to be: more of them need another one.
+        compiled = model.shared(f"compiled for {_instances(model)}", lambda: _compile(model))
         self._model_name = model.name
         self._inputs = compiled.inputs
         self._outputs = compiled.outputs
@@ -371,10 +372,14 @@ def _device_properties(model: ModelContext) -> tuple[str, dict[str, Any]]:
         properties.setdefault("INFERENCE_NUM_THREADS", available_cores())
         properties.setdefault("INFERENCE_PRECISION_HINT", "f32")
         properties["ENABLE_CPU_PINNING"] = False
-        instances = sum(int(group.get("count", 1)) for group in model.config.get("instance_group", ()))
+        instances = _instances(model)
         if instances > 1 and properties.keys().isdisjoint({"NUM_STREAMS", "PERFORMANCE_HINT"}):
             properties["NUM_STREAMS"] = instances
     return device, properties
+
+
+def _instances(model: ModelContext) -> int:
+    return sum(int(group.get("count", 1)) for group in model.config.get("instance_group", ()))
 
 
 # --- batches and shapes -------------------------------------------------------------------------------------------

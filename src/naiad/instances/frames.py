@@ -185,10 +185,12 @@ class Complete(msgspec.Struct, array_like=True, tag="complete"):
 
 
 class Load(msgspec.Struct, array_like=True, tag="load"):
-    """Loads the instances of a model version. `model` is its number in this host."""
+    """Loads the instances of a model version. `model` is its number in this host. Those with the same `sharing` are
+    instances of one version that came one after the other."""
 
     reply: int
     model: int
+    sharing: int
     spec: VersionSpec
     config: dict[str, Any]
     instances: list[InstanceSpec]

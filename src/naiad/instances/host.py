@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import monotonic_ns
@@ -19,7 +20,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from naiad.backends.api import InstanceContext, ModelContext
+from naiad.backends.api import InstanceContext, ModelContext, Shared
 from naiad.errors import NaiadError, Unavailable, text_of
 from naiad.instances import arena
 from naiad.instances.busy_poll import BusyPoll
@@ -162,8 +163,8 @@ class HostServices:
         return msgspec.msgpack.decode(self._host.call(self._model, method, arguments), type=kind)
 
 
-def model_context(spec: VersionSpec, config: dict[str, Any], services: Any) -> ModelContext:
-    """What a backend gets to see of a version."""
+def model_context(spec: VersionSpec, config: dict[str, Any], services: Any, shared: Shared) -> ModelContext:
+    """What a backend gets to see of a version. `shared` is what its instances share."""
     return ModelContext(
         name=spec.name,
         version=spec.version,
@@ -173,6 +174,7 @@ def model_context(spec: VersionSpec, config: dict[str, Any], services: Any) -> M
         config=config,
         settings=spec.settings,
         services=services,
+        _shared=shared,
     )
 
 
@@ -188,6 +190,8 @@ class Host:
         self._jobs: queue.SimpleQueue[tuple[ToHost, list[int]]] = queue.SimpleQueue()
         self._executions: dict[tuple[int, str], ArrayExecution | RequestExecution] = {}
         self._threads: dict[int, list[threading.Thread]] = {}
+        #: By `Load.sharing`, as long as there are instances: each has its context.
+        self._shared: weakref.WeakValueDictionary[int, Shared] = weakref.WeakValueDictionary()
         self._links: set[SocketLink | BlockingChannel[Answer[msgspec.Raw]]] = set()
         #: The sockets for calls that no thread uses.
         self._free_calls: list[BlockingChannel[Answer[msgspec.Raw]]] = []
@@ -302,7 +306,7 @@ class Host:
 
     def _complete(self, frame: Complete) -> None:
         try:
-            context = model_context(frame.spec, frame.config, HostServices(self, frame.model))
+            context = model_context(frame.spec, frame.config, HostServices(self, frame.model), Shared())
             reply = Reply(frame.reply, self._backend.autocomplete(context), None)
         except BaseException as error:
             reply = Reply(frame.reply, None, failure(error))
@@ -328,7 +332,8 @@ class Host:
         for at in range(0, len(fds), 3):
             os.close(fds[at + 1])
             os.close(fds[at + 2])
-        context = model_context(frame.spec, frame.config, HostServices(self, frame.model))
+        shared = self._shared.setdefault(frame.sharing, Shared())
+        context = model_context(frame.spec, frame.config, HostServices(self, frame.model), shared)
         threads = self._threads[frame.model] = []
         problem: BaseException | None = None
         for spec, link in zip(frame.instances, links, strict=True):

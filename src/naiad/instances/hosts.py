@@ -253,8 +253,10 @@ class HostedModel:
             if not tenant.instances:
                 return tenant
         spec = self.spec
+        first = None
         if self._tenants and not self._in_processes and not self._tenants[0].host.is_closing:
-            host = self._tenants[0].host
+            first = self._tenants[0]
+            host = first.host
         else:
             host = self._pool.host(spec, self._environment, self._in_processes)
         version = VersionSpec(
@@ -265,7 +267,7 @@ class HostedModel:
             str(spec.path),
             dict(spec.settings),
         )
-        tenant = Tenant(host, version, self._takes_requests, self._timeout_s)
+        tenant = Tenant(host, version, self._takes_requests, self._timeout_s, first)
         self._tenants.append(tenant)
         return tenant
 

@@ -50,9 +50,12 @@ _DEAD_AFTER_S = 0.5
 
 
 class Tenant:
-    """A model version in a host: what to load there, and the instances."""
+    """A model version in a host: what to load there, and the instances. `first` is one with instances of the same
+    version that were loaded before."""
 
-    def __init__(self, host: "Host", spec: VersionSpec, takes_requests: bool, timeout_s: float) -> None:
+    def __init__(
+        self, host: "Host", spec: VersionSpec, takes_requests: bool, timeout_s: float, first: "Tenant | None" = None
+    ) -> None:
         self.host = host
         self.spec = spec
         self.takes_requests = takes_requests
@@ -67,6 +70,8 @@ class Tenant:
         #: Whether its model code wants to be asked if it is ready.
         self.checks_readiness = False
         self.number = host.enter(self)
+        #: Tenants with the same one share what `ModelContext.shared` makes.
+        self.sharing: int = self.number if first is None else first.sharing
 
     @property
     def label(self) -> str:
@@ -322,6 +327,7 @@ class Host:
             frame = Load(
                 0,
                 tenant.number,
+                tenant.sharing,
                 tenant.spec,
                 tenant.config,
                 [InstanceSpec(i.name, i.context.kind, i.context.device_id) for i in instances],

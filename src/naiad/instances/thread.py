@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from naiad.backends.api import ArrayBackend, ConfigDict, InstanceContext, ModelContext, RequestBackend
+from naiad.backends.api import ArrayBackend, ConfigDict, InstanceContext, ModelContext, RequestBackend, Shared
 from naiad.errors import Internal, NaiadError, Unavailable
 from naiad.instances import arena, layout
 from naiad.instances.call_link import Caller, OnCall, new_caller
@@ -258,6 +258,7 @@ class ThreadModel:
         self.uses_gpus = False
         self.state = "stopped"
         self._threads: list[ThreadInstance] = []
+        self._shared = Shared()
         self._forget = forget
         self._caller = new_caller(self._version())
         self._on_gone = on_gone
@@ -279,7 +280,9 @@ class ThreadModel:
     async def complete(self, config: ConfigDict) -> ConfigDict | None:
         """The configuration as the backend completes it, None to leave it. Raises the backend's error."""
         try:
-            completed: ConfigDict | None = await asyncio.to_thread(self._backend.autocomplete, self._context(config))
+            completed: ConfigDict | None = await asyncio.to_thread(
+                self._backend.autocomplete, self._context(config, Shared())
+            )
         except Exception as error:
             raise failure(error).error() from error
         return completed
@@ -287,7 +290,7 @@ class ThreadModel:
     async def load(self, config: ConfigDict, instances: Sequence[InstanceContext]) -> list[Instance]:
         """Loads instances, ready to execute, beside those that there are. Raises the first error; then there are none
         of these; `close` is due in any case."""
-        context = self._context(config)
+        context = self._context(config, self._shared)
         loaded: list[ThreadInstance] = []
         try:
             for instance_context in instances:
@@ -337,8 +340,8 @@ class ThreadModel:
     def tick(self, beat_s: float) -> None:
         """A thread cannot be killed: executions are not timed here."""
 
-    def _context(self, config: ConfigDict) -> ModelContext:
-        return model_context(self._version(), config, self._services)
+    def _context(self, config: ConfigDict, shared: Shared) -> ModelContext:
+        return model_context(self._version(), config, self._services, shared)
 
     def _version(self) -> VersionSpec:
         spec = self.spec

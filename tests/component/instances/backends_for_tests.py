@@ -105,6 +105,10 @@ class Misbehaving(Identity):
             result = np.full_like(result, str(ctypes.CDLL(path).scipy_openblas_get_num_threads64_()).encode())
         elif what == "random":
             result = np.full_like(result, str(numpy.random.rand()).encode())
+        elif what == "meet":
+            names = self.model.shared("names", list)
+            names.append(argument)
+            result = np.full_like(result, " ".join(names).encode())
         elif what == "environment":
             result = np.full_like(result, os.environ.get(argument, "unset").encode())
         return {"OUTPUT0": result}

@@ -43,6 +43,25 @@ async def test_instances_come_and_go(place):
     await model.close()
 
 
+async def test_those_that_come_later_share_with_those_that_are_there(place):
+    lab, backend = place
+    model = await lab.load(backend, STRINGS)
+    (first,) = model.instances
+    await model.load(STRINGS, contexts("second"))
+    assert output(await say(first, "meet first")) == b"first"
+    await model.remove([first])
+    (third,) = await model.load(STRINGS, contexts("third"))
+    assert output(await say(third, "meet third")) == (b"third" if backend == "Processes" else b"first third")
+
+
+async def test_versions_in_one_host_share_nothing_with_each_other(make_lab):
+    async with make_lab(isolation="backend") as lab:
+        one, other = [await lab.load("Misbehaving", STRINGS) for _ in range(2)]
+        assert one.pids == other.pids
+        assert output(await say(one.instances[0], "meet one")) == b"one"
+        assert output(await say(other.instances[0], "meet other")) == b"other"
+
+
 async def test_what_is_inside_an_instance_ends_before_it_leaves(place, tmp_path):
     lab, backend = place
     model = await lab.load(backend, STRINGS, instances=2)
@@ -144,6 +163,8 @@ async def test_a_host_that_dies_comes_back_with_the_instances_that_are_there_now
         await available(instance)
         assert output(await say(instance, "hello")) == b"hello"
     assert not second.is_available
+    assert output(await say(first, "meet first")) == b"first"
+    assert output(await say(new, "meet new")) == b"first new"
     assert model.restarts == 1
     # Once of the version, not of each of its parts.
     assert len([line for line in lab.logs if line[2] == "INFO" and "is running again" in line[3]]) == 1

@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -666,6 +667,23 @@ class TestInstances:
     @pytest.mark.parametrize(("count", "expected"), [(1, [12]), (2, [12, 11]), (4, [12, 9]), (13, [12, 1])])
     def test_two_sessions_serve_all(self, count: int, expected: list[int], threads: Any) -> None:
         assert threads(count) == expected
+
+    def test_those_that_come_later_use_the_same_and_have_it_fit_all(self, threads: Any, context: Any) -> None:
+        def with_count(count: int) -> Any:
+            return replace(model, config=identity_config(instance_group=[{"kind": "KIND_CPU", "count": count}]))
+
+        def added(count: int) -> tuple[OnnxRuntimeBackend, int]:
+            instance = OnnxRuntimeBackend(with_count(count), CPU)
+            return instance, instance._sessions.together.get_session_options().intra_op_num_threads
+
+        model = context(PLAIN, identity_config())
+        first, second = added(1), added(2)
+        assert (first[1], second[1]) == (12, 11)
+        assert added(2)[1] == 11
+        assert added(4)[0]._sessions is second[0]._sessions is first[0]._sessions
+        assert threads(0) == [12, 11, 9]
+        assert added(1)[0]._sessions.together is first[0]._sessions.alone
+        assert threads(0) == [12, 11, 9]
 
     @pytest.mark.parametrize(
         ("parameter", "expected"), [("intra_op_thread_count", [3, 3]), ("inter_op_thread_count", [6, 6])]

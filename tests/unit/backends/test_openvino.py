@@ -5,6 +5,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +124,8 @@ def refusal(model: ModelContext) -> NaiadError:
 def compiled(model: ModelContext) -> Any:
     """The compiled model; loads the first instance."""
     OpenVinoBackend(model, CPU)
-    return model.shared("compiled", lambda: None).model  # type: ignore[attr-defined]
+    (made,) = model._shared.values()
+    return made.model
 
 
 # --- batches ------------------------------------------------------------------------------------------------------
@@ -360,6 +362,15 @@ def test_instances_share_the_compiled_model(saved: Save) -> None:
     assert first._request is not second._request
     model.path.unlink()
     OpenVinoBackend(model, CPU)  # reads nothing
+
+
+def test_more_instances_have_more_streams(saved: Save) -> None:
+    model = saved(doubling((4,)), doubled([4]))
+    OpenVinoBackend(model, CPU)
+    for _ in range(2):
+        OpenVinoBackend(replace(model, config={**model.config, "instance_group": [{"count": 2}]}), CPU)
+    first, second = (made.model for made in model._shared.values())
+    assert first is not second
 
 
 def test_a_device_without_compilation_threads_says_so(saved: Save) -> None:

@@ -99,7 +99,7 @@ def test_a_host_knows_how_many_of_its_threads_execute() -> None:
         pairs = [socket.socketpair() for _ in range(count)]
         fds = [fd for _, end in pairs for fd in (end.detach(), *(arena.create("test", SIZE) for _ in range(2)))]
         instances = [InstanceSpec(f"m_{number}_{index}", "KIND_CPU", 0) for index in range(count)]
-        host._load(Load(number, number, spec, CONFIG, instances, SIZE), fds)
+        host._load(Load(number, number, 7, spec, CONFIG, instances, SIZE), fds)
         assert replies.receive() == (Reply(number, False, None), [])
         return [end for end, _ in pairs]
 
@@ -116,7 +116,10 @@ def test_a_host_knows_how_many_of_its_threads_execute() -> None:
     assert busy_poll.executing_threads == 3
     unload(1, two)
     assert busy_poll.executing_threads == 1
+    # What instances share goes with the last of them.
+    assert list(host._shared) == [7]
     unload(2, one)
     assert busy_poll.executing_threads == 0
+    assert not host._shared
     control.close()
     theirs.close()
