@@ -654,14 +654,6 @@ class ServerOptions:
         "Share the gRPC port with other servers that have this option set, and the same models.",
         kind=bool,
     )
-    grpc_implementation: Literal["auto", "native", "grpcio"] = _grpc(
-        "--grpc-implementation",
-        "auto",
-        "The library that serves gRPC: pygrpc_native (native), grpcio, or the fastest that can do what the other "
-        "options ask for (auto).",
-        parse=_choice("--grpc-implementation", "auto", "native", "grpcio"),
-        metavar="auto|native|grpcio",
-    )
     grpc_header_forward_pattern: str = _grpc(
         "--grpc-header-forward-pattern",
         "",

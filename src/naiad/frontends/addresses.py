@@ -24,10 +24,9 @@ def bound(address: str, port: int, shared: bool = False) -> socket.socket:
 def cannot_listen(service: str, address: str, port: int, error: OSError) -> Unavailable:
     """The error of a service that does not start: in Triton's words, which scripts look for, where the port is taken.
 
-    `service` begins with the name that its options begin with. An error without a number, as grpcio's are, is taken for
-    that, as Triton takes all.
+    `service` begins with the name that its options begin with.
     """
-    if error.errno in (errno.EADDRINUSE, None):
+    if error.errno == errno.EADDRINUSE:
         text = f"failed to start {service}: Unavailable - Socket '{address}:{port}' already in use"
     else:
         text = f"failed to start {service} at {address}:{port}: {error.strerror or error}"

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol, Self
 
-from naiad.frontends.addresses import cannot_listen
 from naiad.frontends.grpc.options import GrpcOptions
 from naiad.frontends.grpc.server import GrpcFrontend
 from naiad.frontends.grpc.servicer import Method
@@ -80,10 +79,7 @@ async def listen(
     engines here. Raises NaiadError for a port or an option that cannot be had."""
     if options.allow_grpc:
         grpc = GrpcFrontend(grpc_engine, GrpcOptions.of(options), regions, traces, log, method)
-        try:
-            await listening.enter(grpc)
-        except OSError as error:
-            raise cannot_listen("GRPC service", options.grpc_address, options.grpc_port, error) from error
+        await listening.enter(grpc)
         log.info(f"Started GRPCInferenceService at {options.grpc_address}:{grpc.port}")
     if options.allow_http:
         http = HttpFrontend(

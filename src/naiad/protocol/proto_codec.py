@@ -107,7 +107,7 @@ def _varint(value: int) -> bytes:
     return bytes(parts)
 
 
-def _read_varint(data: bytes, at: int) -> tuple[int, int]:
+def _read_varint(data: bytes | memoryview, at: int) -> tuple[int, int]:
     """`(value, where it ends)` of a number. Raises IndexError at the end of the data, and where it does not end in ten bytes."""
     value = shift = 0
     while shift < _VARINT_BITS:
@@ -120,7 +120,7 @@ def _read_varint(data: bytes, at: int) -> tuple[int, int]:
     raise IndexError
 
 
-def _split(data: bytes) -> tuple[bytes, list[memoryview]] | None:
+def _split(data: bytes | memoryview) -> tuple[bytes, list[memoryview]] | None:
     """A ModelInferRequest without its raw_input_contents, and those as views; None where it has unusual fields."""
     view = memoryview(data)
     rest: list[memoryview] = []
@@ -150,7 +150,7 @@ def unreadable() -> NaiadError:
     return Internal("Unable to parse request")
 
 
-def parse_request(data: bytes, in_thread: bool = False) -> tuple[Message, Sequence[Buffer]]:
+def parse_request(data: bytes | memoryview, in_thread: bool = False) -> tuple[Message, Sequence[Buffer]]:
     """A ModelInferRequest and its raw_input_contents. Raises Internal for what is not such a message, and TakesLong where
     it is LARGE without them and this is not `in_thread`; then `decode` takes long, too."""
     raw = None
@@ -161,7 +161,7 @@ def parse_request(data: bytes, in_thread: bool = False) -> tuple[Message, Sequen
         if len(data) >= LARGE and not in_thread:
             raise TakesLong
     try:
-        message = pb.ModelInferRequest.FromString(data)
+        message = pb.ModelInferRequest.FromString(data if type(data) is bytes else bytes(data))
     except Exception as error:  # protobuf's DecodeError, whose class differs between its implementations
         raise unreadable() from error
     return message, message.raw_input_contents if raw is None else raw
@@ -175,19 +175,19 @@ _templates: dict[bytes, tuple[RequestTemplate, Reply]] = {}
 _template_sizes: dict[int, int] = {}
 
 
-def recall(data: bytes) -> tuple[InferRequest, Reply] | None:
+def recall(data: bytes | memoryview) -> tuple[InferRequest, Reply] | None:
     """What `decode` would make of a ModelInferRequest, if one like it was given to `remember`; else None."""
     size = _template_sizes.get(len(data))
     if size is None:
         return None
-    known = _templates.get(data[:size])
+    known = _templates.get(data[:size] if type(data) is bytes else bytes(data[:size]))
     if known is None:
         return None
     request = known[0].fill(data, size)
     return None if request is None else (request, known[1])
 
 
-def remember(data: bytes, request: InferRequest, reply: Reply) -> None:
+def remember(data: bytes | memoryview, request: InferRequest, reply: Reply) -> None:
     """Keeps what `decode` made of a message, where the next one like it would differ in its data only."""
     if request.id or request.sequence is not None or reply.use is not None:
         return
@@ -208,7 +208,7 @@ def remember(data: bytes, request: InferRequest, reply: Reply) -> None:
     if len(_templates) >= MOST or len(_template_sizes) >= MOST:
         _templates.clear()
         _template_sizes.clear()
-    _templates[data[:size]] = (template, reply)
+    _templates[bytes(data[:size])] = (template, reply)
     _template_sizes[len(data)] = size
 
 

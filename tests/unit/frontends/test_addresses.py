@@ -15,7 +15,6 @@ HINT = "Choose another port (--grpc-port) or address (--grpc-address), or end wh
     ("error", "text"),
     [
         (OSError(errno.EADDRINUSE, "Address already in use"), TAKEN),
-        (OSError("Failed to bind to address"), TAKEN),
         (
             OSError(errno.EACCES, os.strerror(errno.EACCES)),
             "failed to start GRPC service at 0.0.0.0:8001: Permission denied. ",

@@ -14,6 +14,8 @@ _STATUS = {
     "CANCELLED": StatusCode.CANCELLED,
     "INTERNAL": StatusCode.INTERNAL,
 }
+_CODES: dict[str, int] = {kind: code.value[0] for kind, code in _STATUS.items()}
+_UNKNOWN: int = StatusCode.UNKNOWN.value[0]
 
 #: What a client is told whose call comes too late.
 SHUTTING_DOWN = "GRPC server is shutting down and has stopped accepting new requests."
@@ -22,9 +24,9 @@ SHUTTING_DOWN = "GRPC server is shutting down and has stopped accepting new requ
 _DETAILS_LIMIT = 6000
 
 
-def status(error: NaiadError) -> tuple[StatusCode, str]:
-    """The status code and details of an error."""
+def status(error: NaiadError) -> tuple[int, str]:
+    """The number of the status code, and the details, of an error."""
     details = error.message
     if len(details) > _DETAILS_LIMIT:
         details = f"{details[:_DETAILS_LIMIT]}..."
-    return _STATUS.get(error.triton_code, StatusCode.UNKNOWN), details
+    return _CODES.get(error.triton_code, _UNKNOWN), details

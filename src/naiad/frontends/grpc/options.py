@@ -1,13 +1,11 @@
-"""What the gRPC front end can be told, and which library can do it. Pure."""
+"""What the gRPC front end can be told. Pure."""
 
 from typing import Literal
 
 import msgspec
 
-from naiad.errors import InvalidArgument
+from naiad.frontends.grpc.http2 import Limits
 from naiad.options import Restriction, ServerOptions
-
-Implementation = Literal["native", "grpcio"]
 
 
 class GrpcOptions(msgspec.Struct, frozen=True):
@@ -20,7 +18,6 @@ class GrpcOptions(msgspec.Struct, frozen=True):
     address: str = "0.0.0.0"
     port: int = 8001
     reuse_port: bool = False
-    implementation: Literal["auto", "native", "grpcio"] = "auto"
     restrictions: tuple[Restriction, ...] = ()
     forward: str = ""
     use_ssl: bool = False
@@ -45,9 +42,19 @@ class GrpcOptions(msgspec.Struct, frozen=True):
         return self.use_ssl or self.use_ssl_mutual
 
     @property
-    def target(self) -> str:
-        host = f"[{self.address}]" if ":" in self.address and not self.address.startswith("[") else self.address
-        return f"{host}:{self.port}"
+    def limits(self) -> Limits:
+        """What they say about connections."""
+        age_ms, grace_ms = self.max_connection_age_ms, self.max_connection_age_grace_ms
+        return Limits(
+            self.keepalive_time_ms / 1e3,
+            self.keepalive_timeout_ms / 1e3,
+            self.keepalive_permit_without_calls,
+            self.http2_max_pings_without_data,
+            self.http2_min_recv_ping_interval_ms / 1e3,
+            self.http2_max_ping_strikes,
+            None if age_ms is None else age_ms / 1e3,
+            None if grace_ms is None else grace_ms / 1e3,
+        )
 
     @classmethod
     def of(cls, server: ServerOptions) -> "GrpcOptions":
@@ -56,7 +63,6 @@ class GrpcOptions(msgspec.Struct, frozen=True):
             address=server.grpc_address,
             port=server.grpc_port,
             reuse_port=server.reuse_grpc_port,
-            implementation=server.grpc_implementation,
             restrictions=server.grpc_restricted_protocol,
             forward=server.grpc_header_forward_pattern,
             use_ssl=server.grpc_use_ssl,
@@ -76,35 +82,3 @@ class GrpcOptions(msgspec.Struct, frozen=True):
             max_connection_age_grace_ms=server.grpc_max_connection_age_grace,
             drain_s=float(server.exit_timeout_secs),
         )
-
-
-#: Flags of what only grpcio can do, and the field that asks for it where it differs from the default.
-_GRPCIO_ONLY = {
-    "--grpc-use-ssl": "use_ssl",
-    "--grpc-use-ssl-mutual": "use_ssl_mutual",
-    "--grpc-infer-response-compression-level": "compression_level",
-    "--grpc-http2-max-pings-without-data": "http2_max_pings_without_data",
-    "--grpc-http2-min-recv-ping-interval-without-data": "http2_min_recv_ping_interval_ms",
-    "--grpc-http2-max-ping-strikes": "http2_max_ping_strikes",
-    "--grpc-max-connection-age": "max_connection_age_ms",
-    "--grpc-max-connection-age-grace": "max_connection_age_grace_ms",
-}
-
-
-def choose(options: GrpcOptions, native_is_installed: bool) -> Implementation:
-    """The library to serve with. Raises InvalidArgument where the one asked for cannot do what is asked for."""
-    default = GrpcOptions()
-    flags = [flag for flag, field in _GRPCIO_ONLY.items() if getattr(options, field) != getattr(default, field)]
-    if options.implementation == "native":
-        if not native_is_installed:
-            raise InvalidArgument(
-                "--grpc-implementation=native needs the package pygrpc-native: pip install pygrpc-native"
-            )
-        if flags:
-            raise InvalidArgument(
-                f"--grpc-implementation=native cannot do {', '.join(flags)}; use --grpc-implementation=grpcio"
-            )
-        return "native"
-    if options.implementation == "grpcio" or flags or not native_is_installed:
-        return "grpcio"
-    return "native"

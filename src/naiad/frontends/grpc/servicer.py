@@ -118,7 +118,7 @@ class Servicer:
         if self._inference_guard is not None:
             _check(self._inference_guard, metadata)
 
-    def infer(self, data: bytes, metadata: Metadata, peer: str, sink: InferenceSink) -> Call:
+    def infer(self, data: bytes | memoryview, metadata: Metadata, peer: str, sink: InferenceSink) -> Call:
         """Begins the unary inference asked for by the bytes of a ModelInferRequest. What is wrong with one that takes long
         to read goes to the sink, as an error that is `refused`."""
         if self._inference_guard is not None:
@@ -172,7 +172,7 @@ class Servicer:
 
     def infer_large_in_stream(
         self,
-        data: bytes,
+        data: bytes | memoryview,
         metadata: Metadata,
         peer: str,
         sink: InferenceSink,
@@ -182,7 +182,7 @@ class Servicer:
         start_ns = time.monotonic_ns() if self._traces.active else 0
         return LargeCall(self, data, metadata, peer, sink, start_ns, find_model)
 
-    async def infer_large(self, large: "LargeCall", data: bytes, peer: str, start_ns: int) -> Call:
+    async def infer_large(self, large: "LargeCall", data: bytes | memoryview, peer: str, start_ns: int) -> Call:
         """Reads the message of a `large` call in a thread and begins its inference."""
         message, raw = await to_thread(parse_request, data, True)
         model, version = large.find_model(message)
@@ -441,7 +441,7 @@ class LargeCall:
     def __init__(
         self,
         servicer: Servicer,
-        data: bytes,
+        data: bytes | memoryview,
         metadata: Metadata,
         peer: str,
         sink: InferenceSink,
@@ -456,7 +456,7 @@ class LargeCall:
         #: Done when the inference has begun, or has been refused.
         self.begun: Task[None] = get_running_loop().create_task(self._begin(servicer, data, peer, start_ns))
 
-    async def _begin(self, servicer: Servicer, data: bytes, peer: str, start_ns: int) -> None:
+    async def _begin(self, servicer: Servicer, data: bytes | memoryview, peer: str, start_ns: int) -> None:
         try:
             self._call = call = await servicer.infer_large(self, data, peer, start_ns)
             if type(call) is CopyingCall:

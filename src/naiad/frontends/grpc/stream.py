@@ -8,14 +8,17 @@ its status instead. Lives on the event loop.
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncIterable
 from functools import partial
 from typing import Any
 
 from naiad.datatypes import TakesLong
 from naiad.errors import Cancelled, Internal, NaiadError, ResourceExhausted, Unavailable
-from naiad.frontends.grpc.errors import SHUTTING_DOWN, status
-from naiad.frontends.grpc.servicer import Call, LargeCall, Metadata, Servicer
+from naiad.frontends.grpc.calls import Tasks, fail
+from naiad.frontends.grpc.compression import LARGE, LARGE_COMPRESSED, compress, decompress
+from naiad.frontends.grpc.errors import SHUTTING_DOWN
+from naiad.frontends.grpc.head import OK_TRAILERS
+from naiad.frontends.grpc.http2 import Message, Receiver, Stream
+from naiad.frontends.grpc.servicer import Call, LargeCall, Servicer
 from naiad.messages import InferResponse, Result
 from naiad.protocol.proto_codec import Reply, encode_stream, encode_stream_end, encode_stream_error, parse_request
 from naiad.protocol.regions import CopyingCall
@@ -23,89 +26,89 @@ from naiad.protocol.served import ServedModel
 
 _LOGGER = logging.getLogger(__name__)
 
-#: With so many responses waiting for a client that does not read them, no more of its requests are read.
-_OUTBOX_LIMIT = 1024
-#: With so many bytes of them the stream is ended: its client reads too slowly, or not at all.
+#: With so many bytes of responses waiting for a client that does not read them, no more of its requests are begun.
+_OUTBOX_LIMIT = 1 << 20
+#: With so many the stream is ended: its client reads too slowly, or not at all.
 MAX_BACKLOG = 1 << 30
+_REFUSED_AFTER_S = 0.1
 
-Context = Any
 
+class InferenceStream(Receiver):
+    """One stream, from its first message to its status. It keeps itself in `streams` until then."""
 
-class Stream:
-    """One stream, from its first message to its status."""
-
-    def __init__(self, servicer: Servicer, metadata: Metadata, peer: str) -> None:
+    def __init__(self, servicer: Servicer, tasks: Tasks, stream: Stream, streams: "set[InferenceStream]") -> None:
         self._servicer = servicer
-        self._metadata = metadata
-        self._peer = peer
-        self._strict = any(key == "triton_grpc_error" and value == "true" for key, value in metadata)
-        self._outbox: deque[bytes | _LargeResponse] = deque()
+        self._tasks = tasks
+        self._stream = stream
+        self._streams = streams
+        self._metadata = stream.head.metadata
+        self._peer = stream.connection.peer
+        self._strict = any(key == "triton_grpc_error" and value == "true" for key, value in self._metadata)
+        #: Requests that wait for one before them to have begun, or for the client to read.
+        self._inbox: deque[tuple[Message, bool]] = deque()
+        self._is_beginning = False
         self._calls: set[_StreamCall] = set()
         #: Calls of ordinary models in the order of their requests; only the first one's responses go out.
         self._ordered: deque[_StreamCall] = deque()
-        #: Bytes of responses that are not written yet.
+        #: Responses of which a thread writes the first, and their bytes, with those that wait for their turn.
+        self._outbox: deque[bytes | _LargeResponse] = deque()
         self._backlog = 0
         self._failure: NaiadError | None = None
         self._is_read = False
         self._is_stopping = False
-        self._news = asyncio.Event()
-        self._room = asyncio.Event()
+        self._is_over = False
+        stream.is_taken_in_turn = True
+        streams.add(self)
 
-    async def run(self, requests: AsyncIterable[bytes], context: Context) -> None:
-        """Reads and answers until the client has sent all and got all. Cancels what runs when it leaves."""
-        reader = asyncio.create_task(self._read(requests))
+    # ---------------------------------------------------------------- of the client
+
+    def received(self, message: Message, is_compressed: bool) -> None:
+        if self._failure is None and not self._is_stopping:
+            self._inbox.append((message, is_compressed))
+            self.room()
+
+    def ended(self) -> None:
+        self._is_read = True
+        self._end_if_done()
+
+    def left(self) -> None:
+        # Nobody reads what models that do not care for cancellation still answer.
+        self._failure = Cancelled("the client has left")
+        self._outbox.clear()
+        self._over()
+        self._cancel_calls()
+
+    def room(self) -> None:
+        """Begins the requests that wait, as far as the client reads."""
+        while self._inbox and not self._is_beginning and self._waiting() <= _OUTBOX_LIMIT:
+            message, is_compressed = self._inbox.popleft()
+            self._stream.release(message)
+            if not is_compressed:
+                self._begin(message)
+            elif len(message) < LARGE_COMPRESSED:
+                try:
+                    plain = decompress(message, self._stream.head.encoding)
+                except NaiadError as error:
+                    self._fail(error)
+                else:
+                    self._begin(plain)
+            else:
+                self._is_beginning = True
+                self._tasks.run(self._stream, partial(self._decompress, message))
+        self._end_if_done()
+
+    async def _decompress(self, message: Message) -> None:
         try:
-            while True:
-                while self._outbox:
-                    message = self._outbox.popleft()
-                    self._backlog -= len(message)
-                    if not isinstance(message, bytes):
-                        message = await self._encode(message)
-                    if message:
-                        await context.write(message)
-                self._room.set()
-                # From here to the wait nothing else runs, so no news are missed.
-                if self._is_stopping:
-                    reader.cancel()
-                if self._failure is not None:
-                    await context.abort(*status(self._failure))
-                if self._is_read and not self._calls and not self._outbox:
-                    if self._is_stopping:
-                        await context.abort(*status(Unavailable(SHUTTING_DOWN)))
-                    return
-                self._news.clear()
-                await self._news.wait()
-        finally:
-            reader.cancel()
+            plain = await asyncio.to_thread(decompress, message, self._stream.head.encoding)
+        except NaiadError as error:
+            self._fail(error)
+        else:
+            self._is_beginning = False
             if self._failure is None:
-                # Nobody reads what models that do not care for cancellation still answer.
-                self._failure = Cancelled("the client has left")
-                self._outbox.clear()
-            for call in list(self._calls):
-                call.cancel()
+                self._begin(plain)
+            self.room()
 
-    def stop(self) -> None:
-        """Reads no more requests; the stream ends with the last of its running calls."""
-        self._is_stopping = not self._is_read
-        self._news.set()
-
-    async def _read(self, requests: AsyncIterable[bytes]) -> None:
-        try:
-            async for data in requests:
-                if (begun := self._begin(data)) is not None:
-                    # The next request may be the next of the same sequence.
-                    await asyncio.wait((begun,))
-                while len(self._outbox) >= _OUTBOX_LIMIT:
-                    self._room.clear()
-                    await self._room.wait()
-        except Exception as error:
-            _LOGGER.debug("a gRPC stream cannot be read any more: %s", error)
-        finally:
-            self._is_read = True
-            self._news.set()
-
-    def _begin(self, data: bytes) -> "asyncio.Task[None] | None":
-        """Begins what a message asks for. What is returned is done when that has begun, if it takes a while."""
+    def _begin(self, data: Message) -> None:
         call = _StreamCall(self)
         self._calls.add(call)
         # A request for an unknown model counts as one for an ordinary model: its error keeps its place.
@@ -124,13 +127,18 @@ class Stream:
                 call.call = begun
             call.is_accepted = True
             if type(begun) is CopyingCall or type(begun) is LargeCall:
-                return begun.begun
+                # The next request may be the next of the same sequence.
+                self._is_beginning = True
+                begun.begun.add_done_callback(self._has_begun)
         except NaiadError as error:
             call.refuse(error)
         except Exception as error:
             _LOGGER.exception("a request of a gRPC stream failed")
             call.refuse(Internal(f"unexpected error: {error}"))
-        return None
+
+    def _has_begun(self, begun: Any) -> None:
+        self._is_beginning = False
+        self.room()
 
     def _find_model(self, call: "_StreamCall", message: Any) -> tuple[ServedModel, int]:
         """Before the next message is read."""
@@ -142,34 +150,23 @@ class Stream:
             call.is_ordered = False
         return model, version
 
-    async def _encode(self, response: "_LargeResponse") -> bytes:
-        try:
-            return await asyncio.to_thread(response.encode)
-        except NaiadError as error:
-            return b"" if self.fail(error) else response.call.error(error, response.final)
+    # ---------------------------------------------------------------- of the calls
 
     def emit(self, call: "_StreamCall", message: "bytes | _LargeResponse") -> None:
         if self._failure is not None:
             return
-        self._backlog += len(message)
-        if self._backlog > MAX_BACKLOG:
-            self._give_up()
-        elif call.is_ordered and self._ordered[0] is not call:
+        if call.is_ordered and self._ordered[0] is not call:
             call.held.append(message)
+            self._backlog += len(message)
         else:
-            self._outbox.append(message)
-            self._news.set()
-
-    def _give_up(self) -> None:
-        self._failure = ResourceExhausted("the client reads the stream too slowly; it is ended")
-        self._outbox.clear()
-        for call in self._calls:
-            call.held.clear()
-        # In a turn of its own: a scheduler is about to hand out more results of these calls.
-        loop = asyncio.get_running_loop()
-        for call in self._calls:
-            loop.call_soon(call.cancel)
-        self._news.set()
+            self._put(message)
+        if self._waiting() > MAX_BACKLOG:
+            self._outbox.clear()
+            for each in self._calls:
+                each.held.clear()
+            self._backlog = 0
+            self._stream.drop_waiting()
+            self._fail(ResourceExhausted("the client reads the stream too slowly; it is ended"))
 
     def end(self, call: "_StreamCall") -> None:
         self._calls.discard(call)
@@ -180,17 +177,122 @@ class Stream:
         while ordered and ordered[0].is_done:
             ordered.popleft()
             if ordered:
-                if self._failure is None:
-                    self._outbox.extend(ordered[0].held)
-                ordered[0].held.clear()
-        self._news.set()
+                held = ordered[0].held
+                ordered[0].held = []
+                for message in held:
+                    self._backlog -= len(message)
+                    if self._failure is None:
+                        self._put(message)
+        self._end_if_done()
 
     def fail(self, error: NaiadError) -> bool:
         """Whether the stream ends with this error of a model."""
-        if self._strict and self._failure is None:
-            self._failure = error
-            self._news.set()
+        if self._strict:
+            self._fail(error)
         return self._strict
+
+    def _waiting(self) -> int:
+        return self._backlog + self._stream.waiting_bytes
+
+    # ---------------------------------------------------------------- of the answer
+
+    def _put(self, message: "bytes | _LargeResponse") -> None:
+        encoding = self._stream.encoding
+        if not self._outbox and isinstance(message, bytes) and (not encoding or len(message) < LARGE):
+            if encoding:
+                packed = compress(message, encoding)
+                self._stream.send(packed, packed is not message)
+            else:
+                self._stream.send(message)
+            return
+        self._outbox.append(message)
+        self._backlog += len(message)
+        if len(self._outbox) == 1:
+            self._tasks.run(self._stream, self._write_outbox)
+
+    async def _write_outbox(self) -> None:
+        while self._outbox:
+            message = self._outbox[0]
+            size = len(message)
+            data = message if isinstance(message, bytes) else await self._encode(message)
+            packed = data
+            if self._stream.encoding:
+                packed = await asyncio.to_thread(compress, data, self._stream.encoding)
+            if not self._outbox:
+                return  # it has been given up meanwhile
+            self._outbox.popleft()
+            self._backlog -= size
+            if data:
+                self._stream.send(packed, packed is not data)
+        self.room()
+
+    async def _encode(self, response: "_LargeResponse") -> bytes:
+        try:
+            return await asyncio.to_thread(response.encode)
+        except NaiadError as error:
+            return b"" if self.fail(error) else response.call.error(error, response.final)
+        except Exception as error:
+            _LOGGER.exception("a response of a gRPC stream cannot be written")
+            return response.call.error(Internal(f"unexpected error: {error}"), response.final)
+
+    # ---------------------------------------------------------------- the end
+
+    def stop(self) -> None:
+        """Begins no more requests; the stream ends with the last of its running calls."""
+        self._is_stopping = not self._is_read
+        self._inbox.clear()
+        self._end_if_done()
+
+    def _fail(self, error: NaiadError) -> None:
+        if self._failure is None:
+            self._failure = error
+            self._inbox.clear()
+            # In a turn of its own: a scheduler may be about to hand out more results of these calls.
+            asyncio.get_running_loop().call_soon(self._cancel_calls)
+            self._end_if_done()
+
+    def _end_if_done(self) -> None:
+        if self._is_over or self._outbox:
+            return
+        if self._failure is not None:
+            self._over()
+            fail(self._stream, self._failure)
+        elif self._calls or self._inbox or self._is_beginning:
+            return
+        elif self._is_stopping:
+            self._over()
+            fail(self._stream, Unavailable(SHUTTING_DOWN))
+        elif self._is_read:
+            self._over()
+            self._stream.finish(OK_TRAILERS)
+
+    def _over(self) -> None:
+        self._is_over = True
+        self._inbox.clear()
+        self._streams.discard(self)
+
+    def _cancel_calls(self) -> None:
+        for call in list(self._calls):
+            call.cancel()
+
+
+class RefusedStream(Receiver):
+    """A stream that ends with an error when its first message is there: clients of `grpc.aio` that are told before they have
+    sent it have an error of their own. Those that send nothing need not wait for long."""
+
+    def __init__(self, stream: Stream, error: NaiadError) -> None:
+        self._stream = stream
+        self._error = error
+        asyncio.get_running_loop().call_later(_REFUSED_AFTER_S, self.ended)
+
+    def received(self, message: Message, is_compressed: bool) -> None:
+        self.ended()
+
+    def ended(self) -> None:
+        fail(self._stream, self._error)
+
+    def left(self) -> None:
+        pass
 
 
 class _StreamCall:
@@ -212,7 +314,7 @@ class _StreamCall:
     model: ServedModel
     _reply: Reply
 
-    def __init__(self, stream: Stream) -> None:
+    def __init__(self, stream: InferenceStream) -> None:
         self._stream = stream
         self.id = ""
         self.model_name = ""

@@ -1,4 +1,4 @@
-"""Shared memory on GPUs over gRPC, through both implementations."""
+"""Shared memory on GPUs over gRPC."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -25,10 +25,10 @@ def engine() -> FakeEngine:
     return FakeEngine()
 
 
-@pytest.fixture(params=["native", "grpcio"])
-async def stub(request: pytest.FixtureRequest, engine: FakeEngine, cuda: FakeCuda) -> AsyncIterator[Any]:
+@pytest.fixture
+async def stub(engine: FakeEngine, cuda: FakeCuda) -> AsyncIterator[Any]:
     """Of a server in which the region c is registered."""
-    options = GrpcOptions(address="127.0.0.1", port=0, implementation=request.param)
+    options = GrpcOptions(address="127.0.0.1", port=0)
     async with (
         GrpcFrontend(engine, options, regions=Regions()) as frontend,
         aio.insecure_channel(f"127.0.0.1:{frontend.port}") as channel,

@@ -1,4 +1,4 @@
-"""What takes long to read or to write over gRPC is read and written in a thread, through both implementations."""
+"""What takes long to read or to write over gRPC is read and written in a thread."""
 
 import asyncio
 import threading
@@ -13,7 +13,7 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
 from naiad.datatypes import LARGE, DataType
-from naiad.frontends.grpc import grpcio, native, servicer, stream
+from naiad.frontends.grpc import calls, servicer, stream
 from naiad.frontends.grpc.options import GrpcOptions
 from naiad.frontends.grpc.server import GrpcFrontend
 from naiad.messages import Tensor
@@ -29,9 +29,9 @@ def engine() -> FakeEngine:
     return FakeEngine()
 
 
-@pytest.fixture(params=["native", "grpcio"])
-async def stub(request: pytest.FixtureRequest, engine: FakeEngine) -> AsyncIterator[Any]:
-    options = GrpcOptions(address="127.0.0.1", port=0, implementation=request.param)
+@pytest.fixture
+async def stub(engine: FakeEngine) -> AsyncIterator[Any]:
+    options = GrpcOptions(address="127.0.0.1", port=0)
     async with (
         GrpcFrontend(engine, options) as frontend,
         aio.insecure_channel(f"127.0.0.1:{frontend.port}", options=UNLIMITED) as channel,
@@ -55,8 +55,7 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[bool]]:
         monkeypatch.setattr(module, name, noted)
 
     note(servicer, "decode", "decode")
-    note(native, "encode", "encode")
-    note(grpcio, "encode", "encode")
+    note(calls, "encode", "encode")
     note(stream, "encode_stream", "encode")
     return on_loop
 
