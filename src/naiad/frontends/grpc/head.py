@@ -117,7 +117,7 @@ class Head:
 
 
 _NEEDED_PSEUDO = frozenset((b":method", b":scheme", b":path"))
-_REQUEST_PSEUDO = _NEEDED_PSEUDO | {b":authority"}
+_REQUEST_PSEUDO = frozenset((*_NEEDED_PSEUDO, b":authority"))
 
 
 def _timeout(text: str) -> float | None:
