@@ -87,11 +87,14 @@ def header_length(given: str | None, body_size: int) -> int:
     """How many bytes of the body are JSON: `given` is the header Inference-Header-Content-Length. 0 is a raw request."""
     if given is None:
         return body_size
-    if given.isdecimal():
-        length = int(given)
-    else:
-        match = _LEADING_INTEGER.match(given)
-        length = int(match[1]) if match else 0
+    try:
+        if given.isdecimal():
+            length = int(given)
+        else:
+            match = _LEADING_INTEGER.match(given)
+            length = int(match[1]) if match else 0
+    except ValueError:  # more digits than Python reads
+        length = -1
     if not 0 <= length <= body_size:
         raise InvalidArgument(f"inference header size should be in range (0, {body_size}), got: {given}")
     return length

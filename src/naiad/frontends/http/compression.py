@@ -1,15 +1,20 @@
 """gzip and deflate, of requests and of responses. Pure."""
 
 import zlib
+from contextlib import suppress
 
+from naiad.datatypes import Buffer
 from naiad.errors import InvalidArgument
 
 _AUTOMATIC = zlib.MAX_WBITS | 32
 _WINDOW = {"gzip": zlib.MAX_WBITS | 16, "deflate": zlib.MAX_WBITS}
 ENCODINGS = frozenset(_WINDOW)
+#: So much is given to zlib at once, which copies what it does not take at each step, and comes out of it at most.
+_INPUT_SIZE = 64 << 10
+_OUTPUT_SIZE = 1 << 20
 
 
-def decompress(body: bytes, max_size: int) -> bytes:
+def decompress(body: Buffer, max_size: int) -> bytes:
     """The plain body. What is cut short or damaged is taken as far as it goes, as Triton takes it.
 
     gzip and deflate are told apart by their first bytes. Raises InvalidArgument where there is nothing, and beyond
@@ -20,19 +25,20 @@ def decompress(body: bytes, max_size: int) -> bytes:
     stream = zlib.decompressobj(_AUTOMATIC)
     parts: list[bytes] = []
     size = 0
-    try:
-        while body and not stream.eof:
-            part = stream.decompress(body, 1 << 20)
-            size += len(part)
-            if size > max_size:
-                raise InvalidArgument(
-                    f"decompressed request is larger than the maximum allowed input size of {max_size} bytes. "
-                    "Use --http-max-input-size to increase the limit."
-                )
-            parts.append(part)
-            body = stream.unconsumed_tail
-    except zlib.error:
-        pass
+    view = memoryview(body)
+    with suppress(zlib.error):
+        for start in range(0, len(view), _INPUT_SIZE):
+            rest: Buffer = view[start : start + _INPUT_SIZE]
+            while rest and not stream.eof:
+                part = stream.decompress(rest, _OUTPUT_SIZE)
+                size += len(part)
+                if size > max_size:
+                    raise InvalidArgument(
+                        f"decompressed request is larger than the maximum allowed input size of {max_size} bytes. "
+                        "Use --http-max-input-size to increase the limit."
+                    )
+                parts.append(part)
+                rest = stream.unconsumed_tail
     return b"".join(parts)
 
 

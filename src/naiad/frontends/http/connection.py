@@ -33,7 +33,9 @@ _IN_PLACE = 32 * 1024
 MAX_BODY = 4 << 30
 #: A refused body that is no larger than this is read and dropped, so that the connection can go on.
 _MAX_DROPPED = 1 << 20
+#: So many chunks a body may have, and another one for each KiB: each takes some memory besides.
 MAX_CHUNKS = 65536
+_LARGE_CHUNK = 1024
 #: Bodies larger than this get their memory as they come.
 _AT_ONCE = 64 << 20
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -338,8 +340,9 @@ class Connection:
     def finish(self) -> None:
         """Closes when the request under way has been answered, at once if there is none."""
         self._closing = True
-        if self._request is not None:
-            self._request.keep_alive = False
+        request = self._request
+        if request is not None and (not request.is_answered or request.is_streaming):
+            request.keep_alive = False
         elif self._transport is not None:
             self._transport.close()
 
@@ -416,14 +419,18 @@ class Connection:
                 if len(heads) >= _KEPT_HEADS:
                     heads.clear()
                 heads[text] = head
-        request = self._request = Exchange(self, head, head.keep_alive and not self._closing)
+        keep_alive = head.keep_alive and not self._closing
         self._expected = expected = head.body_size
+        # Who is refused is told whether the connection goes on.
+        request = self._request = Exchange(self, head, keep_alive and expected <= _MAX_DROPPED)
         self._state = _State.ACCEPTING
         self._application.accept(request)
         received = data[end:]
         if request.is_answered:
             self._after_refusal(request, received)
-        elif expected > MAX_BODY:
+            return
+        request.keep_alive = keep_alive
+        if expected > MAX_BODY:
             self._refuse(413, f"a body of {expected} bytes is more than the {MAX_BODY} that are accepted")
         elif head.is_chunked:
             self._chunks = Chunks()
@@ -447,27 +454,27 @@ class Connection:
             self.write(_CONTINUE)
 
     def _receive_chunks(self, data: bytes) -> None:
-        chunks = self._chunks
+        chunks, request = self._chunks, self._request
         assert chunks is not None
+        assert request is not None
         self._progress()
         try:
             chunks.feed(data)
         except httptools.HttpParserError as error:
-            if not chunks.is_complete:
-                self._refuse(400, f"malformed HTTP request: {error}")
-                return
-            chunks.is_followed = True
-        if chunks.size > MAX_BODY:
+            self._refuse(400, f"malformed HTTP request: {error}")
+            return
+        if chunks.size > (_MAX_DROPPED if request.is_answered else MAX_BODY):
             self._refuse(413, f"a body of more than {MAX_BODY} bytes is not accepted")
-        elif chunks.count > MAX_CHUNKS:
-            self._refuse(400, f"a body of more than {MAX_CHUNKS} chunks is not accepted")
+        elif chunks.count > MAX_CHUNKS + chunks.size // _LARGE_CHUNK:
+            self._refuse(400, f"a body of {chunks.size} bytes in more than {MAX_CHUNKS} chunks is not accepted")
         elif chunks.is_complete:
             self._chunks = None
-            assert self._request is not None
-            if chunks.is_followed:
-                # Where the next request begins is not known: it is not taken up, and its sender asks again.
-                self._request.keep_alive = False
-            self._handle(b"".join(chunks.parts), b"")
+            if request.is_answered:
+                self.waiting_since = 0.0
+                self._rest = chunks.rest
+                self._next(request)
+            else:
+                self._handle(b"".join(chunks.parts), chunks.rest)
 
     def _handle(self, body: bytes | memoryview, rest: bytes) -> None:
         request = self._request
@@ -513,13 +520,16 @@ class Connection:
 
     def _after_refusal(self, request: Exchange, received: bytes) -> None:
         """The request was answered before its body was read: a small body is dropped, for another one we hang up."""
-        if request.head.is_chunked or self._expected > _MAX_DROPPED:
-            request.keep_alive = False
+        if self._expected > _MAX_DROPPED:
             self._next(request)
-            return
-        self._received = 0
-        self._state = _State.DROPPING
-        self._drop(received)
+        elif request.head.is_chunked:
+            self._chunks = Chunks()
+            self._state = _State.CHUNKS
+            self._receive_chunks(received)
+        else:
+            self._received = 0
+            self._state = _State.DROPPING
+            self._drop(received)
 
     def _drop(self, data: bytes) -> None:
         missing = self._expected - self._received
@@ -533,10 +543,12 @@ class Connection:
         self._next(self._request)
 
     def _refuse(self, status: int, text: str) -> None:
-        """Answers what is no request and hangs up: where the next one begins is not known."""
-        body = error_document(text)
-        head = _head(status, [("content-type", "application/json"), ("connection", "close")])
-        self.write(head + b"content-length: %d\r\n\r\n" % len(body) + body)
+        """Answers what is no request and hangs up: where the next one begins is not known. One that has its answer gets
+        no other one."""
+        if self._request is None or not self._request.is_answered:
+            body = error_document(text)
+            head = _head(status, [("content-type", "application/json"), ("connection", "close")])
+            self.write(head + b"content-length: %d\r\n\r\n" % len(body) + body)
         self._state = _State.CLOSED
         self._request = None
         self.waiting_since = 0.0

@@ -1,4 +1,4 @@
-"""What a request says before and around its body: head and chunks, read by httptools (llhttp). Pure."""
+"""What a request says before and around its body: heads, read by httptools (llhttp), and chunks. Pure."""
 
 import re
 from contextlib import suppress
@@ -7,6 +7,9 @@ from typing import Any
 import httptools
 
 _METHOD = re.compile(rb"[A-Z]+(?= )")
+_CHUNK_SIZE = re.compile(rb"([0-9A-Fa-f]{1,16})(?:;[^\r\n]*)?")
+#: Of a line with the size of a chunk and its extensions, or of a trailer.
+_LONGEST_LINE = 16 * 1024
 
 
 class RequestHeaders:
@@ -75,12 +78,13 @@ class Head:
         self.is_chunked = encoding is not None
         if encoding is not None and encoding.rpartition(",")[2].strip().lower() != "chunked":
             raise httptools.HttpParserError(f"the end of a body with Transfer-Encoding {encoding} cannot be found")
-        self.body_size = int(length) if length and not self.is_chunked else 0
+        # Python reads no number of thousands of digits, even if they are zeros.
+        self.body_size = int(length.lstrip("0") or 0) if length and not self.is_chunked else 0
         if length and self.is_chunked:
             # The chunks count. Proxies may see it otherwise: whatever comes next is not theirs to smuggle in.
             self.keep_alive = False
-        expect = headers.get("expect")
-        self.expects_invitation = expect is not None and expect.lower() == "100-continue"
+        # Whatever is expected, as with Triton: a client that waits for nothing passes over it.
+        self.expects_invitation = headers.get("expect") is not None
         #: Whatever the application and its handler have found out about requests with this head.
         self.memo: Any = None
         self.facts: Any = None
@@ -93,7 +97,8 @@ class _HeadReader:
         self.headers = RequestHeaders()
         self.url = b""
         self.keep_alive = False
-        self.parser = _parser(self)
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_chunked_length=True)  # a length beside chunks: see Head
 
     def read(self, data: bytes) -> None:
         with suppress(httptools.HttpParserUpgrade):  # an offer that is not taken up
@@ -110,47 +115,67 @@ class _HeadReader:
         self.keep_alive = self.parser.should_keep_alive()
 
 
-_CHUNKED_HEAD = b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n"
-
-
 class Chunks:
-    """The body of a request in chunks."""
+    """The body of a request in chunks (RFC 9112, 7.1); extensions and trailers are passed over. Not read by llhttp, which
+    does not say where it ends and the next request begins."""
 
     def __init__(self) -> None:
         self.parts: list[bytes] = []
         self.size = 0
         self.count = 0
         self.is_complete = False
-        #: Something came behind this request, in the same read.
-        self.is_followed = False
-        self._parser = _parser(self)
-        # Not the head itself: the parser would stop at the end of a request that offers an upgrade.
-        self._parser.feed_data(_CHUNKED_HEAD)
+        #: What has come behind the body.
+        self.rest = b""
+        #: What has come of a line that is not complete.
+        self._line = b""
+        #: How much of a chunk is still to come; whether the end of its line is.
+        self._missing = 0
+        self._is_chunk_open = False
+        #: The last chunk has come, the lines behind it are trailers.
+        self._is_last = False
 
     def feed(self, data: bytes) -> None:
         """Raises HttpParserError."""
-        with suppress(httptools.HttpParserUpgrade):  # offered by what follows
-            self._parser.feed_data(data)
+        if self._line:
+            data, self._line = self._line + data, b""
+        at = 0
+        while not self.is_complete:
+            if self._missing:
+                part = data[at : at + self._missing]
+                if not part:
+                    return
+                self.parts.append(part)
+                self.size += len(part)
+                self._missing -= len(part)
+                at += len(part)
+                continue
+            end = data.find(b"\r\n", at)
+            if end - at > _LONGEST_LINE or (end < 0 and len(data) - at > _LONGEST_LINE):
+                raise httptools.HttpParserError(f"a line of more than {_LONGEST_LINE} bytes around chunks")
+            if end < 0:
+                self._line = data[at:]
+                return
+            self._take(data[at:end])
+            at = end + 2
+        self.rest = data[at:]
 
-    def on_message_begin(self) -> None:
-        self.is_followed = self.is_complete
-
-    def on_body(self, body: bytes) -> None:
-        if not self.is_followed:
-            self.parts.append(body)
-            self.size += len(body)
-
-    def on_chunk_header(self) -> None:
-        self.count += 1
-
-    def on_message_complete(self) -> None:
-        self.is_complete = True
-
-
-def _parser(reader: object) -> httptools.HttpRequestParser:
-    parser = httptools.HttpRequestParser(reader)
-    parser.set_dangerous_leniencies(lenient_chunked_length=True)  # a length beside chunks: see Head
-    return parser
+    def _take(self, line: bytes) -> None:
+        if self._is_chunk_open:
+            if line:
+                raise httptools.HttpParserError("a chunk is longer than its size says")
+            self._is_chunk_open = False
+        elif self._is_last:
+            if b"\n" in line or b"\r" in line:
+                raise httptools.HttpParserError("a trailer with half an end of line")
+            self.is_complete = not line
+        else:
+            match = _CHUNK_SIZE.fullmatch(line)
+            if match is None:
+                raise httptools.HttpParserError("a line that is no size of a chunk")
+            self.count += 1
+            self._missing = int(match[1], 16)
+            self._is_last = not self._missing
+            self._is_chunk_open = not self._is_last
 
 
 def _path(url: bytes) -> str:

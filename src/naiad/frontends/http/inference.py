@@ -5,13 +5,14 @@ Triton does it.
 """
 
 import asyncio
+import logging
 import re
 import time
 from collections.abc import Coroutine, Mapping
 from typing import Any, Never, Protocol
 
 from naiad.datatypes import LARGE
-from naiad.errors import InvalidArgument, NaiadError, NotFound, Unsupported
+from naiad.errors import Internal, InvalidArgument, NaiadError, NotFound, Unsupported
 from naiad.frontends.http.compression import ENCODINGS, choose, compress, decompress
 from naiad.frontends.http.connection import Exchange, Headers
 from naiad.frontends.http.head import RequestHeaders
@@ -31,6 +32,8 @@ from naiad.protocol.outputs import OutputPlan
 from naiad.protocol.regions import Regions, RegionUse, is_local_peer
 from naiad.protocol.served import ServedModel
 from naiad.telemetry.trace import TraceSettings, off
+
+logger = logging.getLogger(__name__)
 
 #: A request, how to answer it, and its way to the regions where there are any.
 Decoded = tuple[InferRequest, OutputPlan, RegionUse | None]
@@ -132,6 +135,9 @@ class _Reply:
             headers, body = await asyncio.to_thread(self._encode, response)
         except NaiadError as error:
             reply_error(self._exchange, error, PLAIN)
+        except Exception as error:
+            logger.exception("unexpected error in writing the response to %s", self._exchange.path)
+            reply_error(self._exchange, Internal(f"unexpected error: {error!r}"), PLAIN)
         else:
             self._exchange.response_bytes(200, headers, body)
 
@@ -189,7 +195,7 @@ class Inference:
             if len(body) >= LARGE:
                 return self._infer_slowly(exchange, model, version)
             try:
-                body = decompress(bytes(body), min(LARGE, self._max_input_size))
+                body = decompress(body, min(LARGE, self._max_input_size))
             except InvalidArgument:
                 # A little can be much of the same.
                 return self._infer_slowly(exchange, model, version)
@@ -240,7 +246,7 @@ class Inference:
         facts = self._facts(exchange)
         body = exchange.body
         if facts.encoding in ENCODINGS:
-            body = await asyncio.to_thread(decompress, bytes(body), self._max_input_size)
+            body = await asyncio.to_thread(decompress, body, self._max_input_size)
         return body, header_length(facts.header_length, len(body))
 
     def _facts(self, exchange: Exchange) -> _Facts:

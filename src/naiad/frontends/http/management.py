@@ -102,7 +102,7 @@ class Management:
 
     async def index(self, exchange: Exchange) -> None:
         ready = False
-        document = _document(exchange)
+        document = _object(_small(exchange)) if exchange.body else {}
         if "ready" in document:
             ready = boolean_member(document, "ready")
         reply_json(exchange, documents.index(await self._engine.index(ready)))
@@ -119,7 +119,7 @@ class Management:
         unload_dependents = False
         # Triton does without a body that it cannot read, and takes anything but true for false.
         with suppress(NaiadError):
-            parameters = _document(exchange).get("parameters")
+            parameters = _object(_small(exchange)).get("parameters")
             unload_dependents = type(parameters) is dict and parameters.get("unload_dependents") is True
         await self._engine.unload(name, unload_dependents)
         exchange.response_empty(200, JSON)
@@ -134,7 +134,7 @@ class Management:
 
     async def system_register(self, exchange: Exchange, name: str) -> None:
         _expect_region_name(name, "system")
-        document = parse(exchange.body)
+        document = _small(exchange)
         if type(document) is not dict or "key" not in document:
             raise InvalidArgument("Shared memory register request has no 'key' field")
         key = string_member(document, "key")
@@ -154,7 +154,7 @@ class Management:
 
     async def cuda_register(self, exchange: Exchange, name: str) -> None:
         _expect_region_name(name, "cuda")
-        document = parse(exchange.body)
+        document = _small(exchange)
         if type(document) is not dict or "raw_handle" not in document:
             raise InvalidArgument("Shared memory register request has no 'raw_handle' field")
         text = string_member(document["raw_handle"], "b64")
@@ -195,25 +195,29 @@ async def _settings(settings: Settings | None, what: str, model: str | None, exc
     if settings is None:
         raise Unsupported(f"this server has no {what} settings")
     if exchange.method == "POST":
-        document = parse(exchange.body)
-        reply_json(exchange, dump(settings.update(model, document if type(document) is dict else {})))
+        document = _small(exchange)
+        reply_json(exchange, dump(settings.update(model, _object(document))))
     else:
         reply_json(exchange, dump(settings.get(model)))
 
 
-def _document(exchange: Exchange) -> Mapping[str, Any]:
-    """The object in the body; an empty body, and what is no object, is an empty one."""
-    body = exchange.body
-    if not body:
-        return {}
-    document = parse(body)
-    return document if type(document) is dict else {}
+def _small(exchange: Exchange) -> Any:
+    """The value in a body that is read on the loop and so may not be large. Raises Internal for what is no JSON."""
+    size = len(exchange.body)
+    if size > LARGE:
+        raise InvalidArgument(f"the body of this request may not be larger than {LARGE} bytes, got: {size}")
+    return parse(exchange.body)
+
+
+def _object(value: Any) -> Mapping[str, Any]:
+    """What is no object is an empty one."""
+    return value if type(value) is dict else {}
 
 
 def _load_parameters(exchange: Exchange) -> dict[str, str | bytes]:
     """The configuration and the files that come with a load request."""
     parameters: dict[str, str | bytes] = {}
-    document = _document(exchange)
+    document = _object(parse(exchange.body)) if exchange.body else {}
     if "parameters" in document:
         given = members(document["parameters"])
         for key in given:

@@ -25,6 +25,7 @@ _GET = frozenset(("GET",))
 _POST = frozenset(("POST",))
 _BOTH = _GET | _POST
 _LARGEST_VERSION = 2**63 - 1
+_LARGEST_DIGITS = len(str(_LARGEST_VERSION))
 _CACHED = 1024
 
 _MODEL = re.compile(
@@ -148,10 +149,11 @@ class Routes:
                     return None
                 return self._route(self._management.trace_setting, "trace", _BOTH, JSON, name)
             handler, category, methods, headers = self._of_model[action]
-            version = -1 if version_text is None else int(version_text)
-            if version > _LARGEST_VERSION:
+            digits = "" if version_text is None else version_text.lstrip("0") or "0"
+            # Python reads no number of thousands of digits.
+            if len(digits) > _LARGEST_DIGITS or (digits and int(digits) > _LARGEST_VERSION):
                 return self._route(_refuse_version, category, methods, headers, version_text)
-            return self._route(handler, category, methods, headers, name, version)
+            return self._route(handler, category, methods, headers, name, int(digits) if digits else -1)
         if match := _REPOSITORY.fullmatch(path):
             repository, index, name, action = match.groups()
             if index:

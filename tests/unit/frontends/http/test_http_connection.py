@@ -147,6 +147,10 @@ class Written:
         self._limit = limit
         self.data = b""
         self.is_reading = True
+        self.is_closed = False
+
+    def close(self) -> None:
+        self.is_closed = True
 
     def write(self, data: bytes) -> None:
         self.data += data
@@ -230,9 +234,20 @@ async def test_an_offered_upgrade_is_not_taken_up() -> None:
 async def test_what_follows_a_chunked_request_does_it_no_harm() -> None:
     head = b"POST /c HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n"
     async with client() as (_, reader, writer):
-        answer = await ask(reader, writer, head + b"1\r\nx\r\n0\r\n\r\n\1no request")
-        assert (answer.body, answer.headers["connection"]) == (b"POST /c 1", "close")
+        answer = await ask(reader, writer, head + b"1\r\nx\r\n0\r\n\r\n\1no request\r\n\r\n")
+        assert (answer.body, answer.headers.get("connection")) == (b"POST /c 1", None)
+        answer = await read_answer(reader)
+        assert (answer.status, answer.headers["connection"]) == (400, "close")
         assert await reader.read() == b""
+
+
+@pytest.mark.parametrize("path", [b"/c", b"/no"])
+async def test_requests_with_chunks_may_be_pipelined(path: bytes) -> None:
+    head = b"POST %b HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n" % path
+    async with client() as (_, reader, writer):
+        writer.write((head + b"1\r\nx\r\n0\r\nA: b\r\n\r\n") * 2 + request_bytes("GET", "/g", b"", {}))
+        expected = b"no" if path == b"/no" else b"POST /c 1"
+        assert [(await read_answer(reader)).body for _ in range(3)] == [expected, expected, b"GET /g 0"]
 
 
 async def test_too_many_chunks_are_refused() -> None:
@@ -243,9 +258,17 @@ async def test_too_many_chunks_are_refused() -> None:
         assert "chunks" in answer.json["error"]
 
 
-async def test_a_client_that_asks_whether_to_go_on_is_told() -> None:
+async def test_any_number_of_chunks_that_are_not_small_is_taken() -> None:
+    head = b"POST /c HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n"
+    async with client() as (_, reader, writer):
+        answer = await ask(reader, writer, head + (b"400\r\n" + bytes(1024) + b"\r\n") * 70_000 + b"0\r\n\r\n")
+        assert answer.body == b"POST /c %d" % (70_000 * 1024)
+
+
+@pytest.mark.parametrize("expected", [b"100-continue", b"100-Continue, more", b"something"])
+async def test_a_client_that_asks_whether_to_go_on_is_told(expected: bytes) -> None:
     async with client() as (echo, reader, writer):
-        writer.write(b"POST /e HTTP/1.1\r\nHost: h\r\nContent-Length: 2\r\nExpect: 100-continue\r\n\r\n")
+        writer.write(b"POST /e HTTP/1.1\r\nHost: h\r\nContent-Length: 2\r\nExpect: %b\r\n\r\n" % expected)
         assert await reader.readline() == b"HTTP/1.1 100 Continue\r\n"
         assert await reader.readline() == b"\r\n"
         assert (await ask(reader, writer, b"ok")).body == b"POST /e 2"
@@ -264,8 +287,46 @@ async def test_a_refused_request_is_answered_before_its_body_and_a_small_body_is
 async def test_after_refusing_a_large_body_the_connection_ends() -> None:
     async with client() as (_, reader, writer):
         answer = await ask(reader, writer, b"POST /no HTTP/1.1\r\nHost: h\r\nContent-Length: 99999999\r\n\r\n")
-        assert answer.status == 403
+        assert (answer.status, answer.headers["connection"]) == (403, "close")
         assert await reader.read() == b""
+
+
+async def test_of_a_refused_request_small_chunks_are_dropped() -> None:
+    head = b"POST /no HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n"
+    async with client() as (echo, reader, writer):
+        for part in (b"", b"3\r\nabc\r\n"):
+            answer = await ask(reader, writer, head + part)
+            assert (answer.status, answer.headers.get("connection")) == (403, None)
+            writer.write(b"4\r\ndefg\r\n0\r\n\r\n")
+            assert (await ask(reader, writer, request_bytes("GET", "/yes", b"", {}))).body == b"GET /yes 0"
+        assert echo.bodies == [b"", b""]
+
+
+@pytest.mark.parametrize("more", [b"zz\r\n", b"200000\r\n" + bytes(1 << 20) + b"x"])
+async def test_of_a_refused_request_large_chunks_and_nonsense_end_the_connection(more: bytes) -> None:
+    echo = Echo()
+    connection = Connection(echo, Connections())
+    written = Written(connection)
+    connection.connection_made(written)
+    receive(connection, b"POST /no HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n")
+    assert written.read().endswith(b"\r\nno")
+    for start in range(0, len(more), 1 << 17):
+        receive(connection, more[start : start + (1 << 17)])
+    assert (written.data, written.is_closed, echo.bodies) == (b"", True, [])
+
+
+async def test_a_refused_body_that_does_not_come_holds_nobody_up() -> None:
+    echo = Echo()
+    listener = listener_of(echo, 60)
+    await listener.__aenter__()
+    connect = Clients(listener.bound_port)
+    reader, writer = await connect()
+    answer = await ask(reader, writer, b"POST /no HTTP/1.1\r\nHost: h\r\nContent-Length: 5\r\n\r\n")
+    assert answer.status == 403
+    async with asyncio.timeout(20):
+        await listener.__aexit__(None, None, None)
+    assert await reader.read() == b""
+    await connect.close()
 
 
 @pytest.mark.parametrize(

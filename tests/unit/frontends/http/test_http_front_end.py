@@ -4,6 +4,7 @@ import asyncio
 import base64
 import gzip
 import json
+import random
 import socket
 import struct
 import threading
@@ -19,7 +20,7 @@ from http_fake_engine import FakeEngine, FakeSettings
 from http_raw_client import Client, read_answer, request_bytes
 
 from naiad.errors import InvalidArgument, Unavailable
-from naiad.frontends.http import generate, inference, management
+from naiad.frontends.http import compression, generate, inference, management
 from naiad.frontends.http.app import HttpFrontend
 from naiad.frontends.http.head import RequestHeaders
 from naiad.frontends.http.metrics import MetricsFrontend
@@ -173,16 +174,25 @@ class TestInfer:
                     "receiving FP16 data via JSON is not supported. Please use the binary data format for input INPUT0",
                 ),
             ),
+            *(
+                (
+                    f"/v2/models/add_sub/versions/{version}/infer",
+                    ADD_SUB,
+                    {},
+                    (
+                        400,
+                        "text/plain",
+                        f"failed to get model version from specified version string '{version}' (details: stol), "
+                        "version should be an integral value > 0",
+                    ),
+                )
+                for version in (f"{2**63}", "9" * 19, "9" * 5000)
+            ),
             (
-                f"/v2/models/add_sub/versions/{2**63}/infer",
+                f"/v2/models/add_sub/versions/{'0' * 5000}2/infer",
                 ADD_SUB,
                 {},
-                (
-                    400,
-                    "text/plain",
-                    f"failed to get model version from specified version string '{2**63}' (details: stol), version "
-                    "should be an integral value > 0",
-                ),
+                (404, "text/plain", "Request for unknown model: 'add_sub' version 2 is not found"),
             ),
         ],
     )
@@ -259,6 +269,18 @@ class TestInfer:
             (await engine.calls.get()).send({"OUTPUT0": np.arange(count, dtype=np.int32)}, True)
             assert b"%d:%d" % (count - 1, count - 1) in (await asking).body
         assert threads == [True, False]
+
+    async def test_a_large_response_that_cannot_be_written_is_answered(
+        self, client: Client, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def fail(*given: Any) -> Any:
+            raise MemoryError("no room")
+
+        monkeypatch.setattr(inference, "encode_response", fail)
+        asking = asyncio.ensure_future(client.post("/v2/models/held/infer", {"inputs": [ints("INPUT0", [1])]}))
+        (await engine.calls.get()).send({"OUTPUT0": np.zeros(300_000, np.int32)}, True)
+        answer = await asyncio.wait_for(asking, 20)
+        assert answer.error == (500, "text/plain", "unexpected error: MemoryError('no room')")
 
     async def test_large_body_in_chunks(self, client: Client) -> None:
         body = json.dumps(ADD_SUB).encode()
@@ -353,6 +375,32 @@ class TestCompression:
     async def test_metadata_is_not_compressed(self, client: Client) -> None:
         answer = await client.get("/v2/models/add_sub", {"Accept-Encoding": "gzip"})
         assert answer.json["name"] == "add_sub"
+
+    async def test_a_large_body_is_not_copied_at_each_step(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        taken = 0
+
+        class Counted:
+            """A decompressor that says how much it has been given."""
+
+            def __init__(self, *given: Any) -> None:
+                self._stream = decompressor(*given)
+
+            def decompress(self, data: bytes, most: int) -> bytes:
+                nonlocal taken
+                taken += len(data)
+                return self._stream.decompress(data, most)
+
+            def __getattr__(self, name: str) -> Any:
+                return getattr(self._stream, name)
+
+        decompressor = zlib.decompressobj
+        monkeypatch.setattr(zlib, "decompressobj", Counted)
+        plain = random.Random(1).randbytes(4 << 20) + bytes(4 << 20)
+        body = zlib.compress(plain, 1)
+        assert compression.decompress(memoryview(body), len(plain)) == plain
+        assert taken < 2 * len(body)
+        with pytest.raises(InvalidArgument):
+            compression.decompress(body, len(plain) - 1)
 
     async def test_bomb(self, engine: FakeEngine) -> None:
         async with HttpFrontend(engine, address="127.0.0.1", port=0, max_input_size=1000) as front_end:
@@ -646,6 +694,27 @@ class TestManagement:
                 "application/json",
                 "Request for unknown model : nonesuch",
             )
+
+    @pytest.mark.parametrize(
+        "path",
+        [
+            "/v2/logging",
+            "/v2/trace/setting",
+            "/v2/models/add_sub/trace/setting",
+            "/v2/repository/index",
+            "/v2/systemsharedmemory/region/r/register",
+            "/v2/cudasharedmemory/region/r/register",
+        ],
+    )
+    async def test_what_is_read_on_the_loop_may_not_be_large(self, engine: FakeEngine, path: str) -> None:
+        settings: Any = {"trace_settings": FakeSettings(), "log_settings": FakeSettings()}
+        async with HttpFrontend(engine, address="127.0.0.1", port=0, regions=Regions(), **settings) as front_end:
+            answer = await Client(front_end.bound_port).post(path, b"{}" + b" " * (1 << 20))
+        assert answer.error == (
+            400,
+            "application/json",
+            "the body of this request may not be larger than 1048576 bytes, got: 1048578",
+        )
 
     async def test_regions(self, client: Client, memory: Path) -> None:
         key = f"/{memory.name}"
