@@ -31,8 +31,9 @@ MAX_HEAD = 64 * 1024
 _IN_PLACE = 32 * 1024
 #: No body may be larger: gRPC's limit, and some room for JSON.
 MAX_BODY = 4 << 30
-#: A refused body that is no larger than this is read and dropped, so that the connection can go on.
-_MAX_DROPPED = 1 << 20
+#: A refused body that is no larger than this is read and dropped, so that the connection can go on; and so that its
+#: client, which may still be sending, gets to read why: what comes to a closed connection takes the answer away.
+_MAX_DROPPED = 64 << 20
 #: So many chunks a body may have, and another one for each KiB: each takes some memory besides.
 MAX_CHUNKS = 65536
 _LARGE_CHUNK = 1024
@@ -463,6 +464,8 @@ class Connection:
         except httptools.HttpParserError as error:
             self._refuse(400, f"malformed HTTP request: {error}")
             return
+        if request.is_answered:
+            chunks.parts.clear()
         if chunks.size > (_MAX_DROPPED if request.is_answered else MAX_BODY):
             self._refuse(413, f"a body of more than {MAX_BODY} bytes is not accepted")
         elif chunks.count > MAX_CHUNKS + chunks.size // _LARGE_CHUNK:

@@ -291,6 +291,14 @@ async def test_after_refusing_a_large_body_the_connection_ends() -> None:
         assert await reader.read() == b""
 
 
+async def test_a_client_that_sends_much_gets_to_read_why_it_is_refused() -> None:
+    async with client() as (_, reader, writer):
+        writer.write(request_bytes("POST", "/no", bytes(30 << 20), {}))
+        await writer.drain()
+        assert (await read_answer(reader)).status == 403
+        assert (await ask(reader, writer, request_bytes("GET", "/yes", b"", {}))).status == 200
+
+
 async def test_of_a_refused_request_small_chunks_are_dropped() -> None:
     head = b"POST /no HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n"
     async with client() as (echo, reader, writer):
@@ -303,7 +311,10 @@ async def test_of_a_refused_request_small_chunks_are_dropped() -> None:
 
 
 @pytest.mark.parametrize("more", [b"zz\r\n", b"200000\r\n" + bytes(1 << 20) + b"x"])
-async def test_of_a_refused_request_large_chunks_and_nonsense_end_the_connection(more: bytes) -> None:
+async def test_of_a_refused_request_large_chunks_and_nonsense_end_the_connection(
+    more: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_MAX_DROPPED", 1 << 19)
     echo = Echo()
     connection = Connection(echo, Connections())
     written = Written(connection)
