@@ -153,6 +153,8 @@ class Chunks:
             if end - at > _LONGEST_LINE or (end < 0 and len(data) - at > _LONGEST_LINE):
                 raise httptools.HttpParserError(f"a line of more than {_LONGEST_LINE} bytes around chunks")
             if end < 0:
+                if data.find(b"\n", at) >= 0:
+                    raise httptools.HttpParserError("half an end of line around chunks")
                 self._line = data[at:]
                 return
             self._take(data[at:end])
@@ -166,7 +168,7 @@ class Chunks:
             self._is_chunk_open = False
         elif self._is_last:
             if b"\n" in line or b"\r" in line:
-                raise httptools.HttpParserError("a trailer with half an end of line")
+                raise httptools.HttpParserError("half an end of line around chunks")
             self.is_complete = not line
         else:
             match = _CHUNK_SIZE.fullmatch(line)
