@@ -49,8 +49,8 @@ from naiad.config.model_config import ModelConfig  # noqa: E402
 from naiad.config.parse import parse_text, to_dict  # noqa: E402
 from naiad.datatypes import DataType  # noqa: E402
 from naiad.engine import Engine  # noqa: E402
+from naiad.frontends.grpc.frames import PREFACE  # noqa: E402
 from naiad.frontends.grpc.head import OK_TRAILERS  # noqa: E402
-from naiad.frontends.grpc.http2 import PREFACE  # noqa: E402
 from naiad.frontends.grpc.options import GrpcOptions  # noqa: E402
 from naiad.frontends.grpc.server import GrpcFrontend  # noqa: E402
 from naiad.frontends.http.app import HttpFrontend  # noqa: E402

@@ -13,8 +13,8 @@ from naiad.errors import Internal, NaiadError, ResourceExhausted
 from naiad.frontends.grpc.compression import LARGE, LARGE_COMPRESSED, compress, decompress
 from naiad.frontends.grpc.errors import status
 from naiad.frontends.grpc.head import OK_TRAILERS
-from naiad.frontends.grpc.http2 import MAX_MESSAGE, Message, Receiver, Stream
 from naiad.frontends.grpc.servicer import Call, Method, Servicer
+from naiad.frontends.grpc.stream import MAX_MESSAGE, Message, Receiver, Stream
 from naiad.messages import InferResponse, Result
 from naiad.protocol.proto_codec import Reply, encode
 from naiad.protocol.served import ServedModel

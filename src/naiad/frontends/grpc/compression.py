@@ -3,7 +3,7 @@
 import zlib
 
 from naiad.errors import Internal, ResourceExhausted
-from naiad.frontends.grpc.http2 import MAX_MESSAGE, Message
+from naiad.frontends.grpc.stream import MAX_MESSAGE, Message
 
 _WINDOW = {"gzip": zlib.MAX_WBITS | 16, "deflate": zlib.MAX_WBITS}
 #: What a client may send messages with.

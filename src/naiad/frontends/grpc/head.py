@@ -6,6 +6,7 @@ Blocks of ours refer to nothing but the static table, so that they are the same 
 
 import base64
 import binascii
+import re
 from typing import Any
 
 from hpack import Decoder
@@ -28,6 +29,10 @@ _OF_CALLS = frozenset(
     (b"te", b"content-type", b"content-length", b"grpc-encoding", b"grpc-accept-encoding", b"grpc-timeout")
 )
 
+#: What names and values are made of (8.2.1).
+_NAME = re.compile(rb"[!#$%&'*+\-.^_`|~0-9a-z]+")
+_VALUE = re.compile(rb"(?:[^\0\r\n\t ](?:[^\0\r\n]*[^\0\r\n\t ])?)?")
+
 Metadata = tuple[tuple[str, str | bytes], ...]
 
 
@@ -46,6 +51,7 @@ class Head:
         "content_type",
         "encoding",
         "error",
+        "is_trailers",
         "malformed",
         "metadata",
         "method",
@@ -66,6 +72,8 @@ class Head:
         self.accepted: tuple[str, ...] = ()
         self.timeout_s = -1.0
         self.metadata: Metadata = ()
+        #: What a call may end with.
+        self.is_trailers = False
         self.route: Any = None
         self.answer_encoding = ""
         pseudo: dict[bytes, bytes] = {}
@@ -79,14 +87,15 @@ class Head:
                 pseudo[name] = value
                 continue
             is_regular = True
-            if not name or name != name.lower() or name in _OF_CONNECTIONS:
+            if not _NAME.fullmatch(name) or name in _OF_CONNECTIONS or not _VALUE.fullmatch(value):
                 self.malformed = f"the header {name!r} is not allowed"
                 return
             if name not in _OF_CALLS:
                 _add(metadata, name, value)
             else:
                 self._take(name, value.decode("latin-1"))
-        if pseudo.keys() - _REQUEST_PSEUDO or _NEEDED_PSEUDO - pseudo.keys() or not pseudo[b":path"]:
+        self.is_trailers = not pseudo
+        if not (_NEEDED_PSEUDO.issubset(pseudo) and _PSEUDO.issuperset(pseudo) and pseudo[b":path"]):
             self.malformed = (
                 "a request has the headers :method, :scheme and :path, and no others with a colon but :authority"
             )
@@ -117,7 +126,7 @@ class Head:
 
 
 _NEEDED_PSEUDO = frozenset((b":method", b":scheme", b":path"))
-_REQUEST_PSEUDO = frozenset((*_NEEDED_PSEUDO, b":authority"))
+_PSEUDO = frozenset((*_NEEDED_PSEUDO, b":authority"))
 
 
 def _timeout(text: str) -> float | None:

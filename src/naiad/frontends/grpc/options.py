@@ -4,7 +4,7 @@ from typing import Literal
 
 import msgspec
 
-from naiad.frontends.grpc.http2 import Limits
+from naiad.frontends.grpc.connection import Limits
 from naiad.options import Restriction, ServerOptions
 
 

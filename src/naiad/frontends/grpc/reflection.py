@@ -8,7 +8,7 @@ from naiad.errors import Internal, InvalidArgument, NaiadError
 from naiad.frontends.grpc.calls import fail
 from naiad.frontends.grpc.compression import decompress
 from naiad.frontends.grpc.head import OK_TRAILERS
-from naiad.frontends.grpc.http2 import Message, Receiver, Stream
+from naiad.frontends.grpc.stream import Message, Receiver, Stream
 
 PATH = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 

@@ -10,14 +10,15 @@ from naiad.errors import NaiadError, Unavailable
 from naiad.frontends.connections import OpenConnections
 from naiad.frontends.grpc.calls import ManagementCall, Tasks, UnaryInference, fail
 from naiad.frontends.grpc.compression import ENCODINGS, choose
+from naiad.frontends.grpc.connection import Connection
 from naiad.frontends.grpc.errors import SHUTTING_DOWN
 from naiad.frontends.grpc.head import Head, literal, trailers
-from naiad.frontends.grpc.http2 import Application, Connection, Stream
+from naiad.frontends.grpc.inference_stream import InferenceStream, RefusedStream
 from naiad.frontends.grpc.options import GrpcOptions
 from naiad.frontends.grpc.reflection import PATH as REFLECTION
 from naiad.frontends.grpc.reflection import Reflection, ReflectionStream
 from naiad.frontends.grpc.servicer import SERVICE, Engine, Method, Servicer, Settings
-from naiad.frontends.grpc.stream import InferenceStream, RefusedStream
+from naiad.frontends.grpc.stream import Application, Stream
 from naiad.frontends.listener import Listener
 from naiad.frontends.tls import server_context
 from naiad.protocol.regions import Regions

@@ -1,389 +1,341 @@
-"""ModelStreamInfer: many inferences of any models on one bidirectional stream.
+"""One call over HTTP/2: its messages as they come, its answer as it goes. On the event loop.
 
-Ordinary models answer in the order of their requests, decoupled ones as their responses come. A failed request is a
-message of the stream; with the metadata `triton_grpc_error: true` the first error of a model ends the stream with
-its status instead. Lives on the event loop.
+Large messages are received straight into their final place. Knows of gRPC only that messages have a length before them
+and that answers end with trailers; knows nothing of methods.
+
+    application.begin(stream)      the head of a call is there; it sets `stream.receiver`, or answers
+    receiver.received(...)         a message of the call is complete
+    receiver.ended()               the client sends no more
+    receiver.left()                nobody waits for the answer any more: the client has left, or its time is over
+    receiver.room()                what had to wait of an answer is out
 """
 
 import asyncio
-import logging
 from collections import deque
-from functools import partial
-from typing import Any
+from struct import Struct
+from typing import TYPE_CHECKING
 
-from naiad.datatypes import TakesLong
-from naiad.errors import Cancelled, Internal, NaiadError, ResourceExhausted, Unavailable
-from naiad.frontends.grpc.calls import Tasks, fail
-from naiad.frontends.grpc.compression import LARGE, LARGE_COMPRESSED, compress, decompress
-from naiad.frontends.grpc.errors import SHUTTING_DOWN
-from naiad.frontends.grpc.head import OK_TRAILERS
-from naiad.frontends.grpc.http2 import Message, Receiver, Stream
-from naiad.frontends.grpc.servicer import Call, LargeCall, Servicer
-from naiad.messages import InferResponse, Result
-from naiad.protocol.proto_codec import Reply, encode_stream, encode_stream_end, encode_stream_error, parse_request
-from naiad.protocol.regions import CopyingCall
-from naiad.protocol.served import ServedModel
+import numpy as np
 
-_LOGGER = logging.getLogger(__name__)
+from naiad.frontends.grpc import head as heads
+from naiad.frontends.grpc.frames import (
+    DATA,
+    END_HEADERS,
+    END_STREAM,
+    FRAME,
+    HEADERS,
+    PREFIX,
+    PREFIX_SIZE,
+    PROTOCOL_ERROR,
+    head_frames,
+)
+from naiad.frontends.grpc.head import Head
 
-#: With so many bytes of responses waiting for a client that does not read them, no more of its requests are begun.
-_OUTBOX_LIMIT = 1 << 20
-#: With so many the stream is ended: its client reads too slowly, or not at all.
-MAX_BACKLOG = 1 << 30
-_REFUSED_AFTER_S = 0.1
+if TYPE_CHECKING:
+    from naiad.frontends.grpc.connection import Connection
+
+#: What a client may send of a stream before we have used it. Only who streams ever waits for that.
+WINDOW = 16 << 20
+#: gRPC's own limit of a message.
+MAX_MESSAGE = 2**31 - 1
+#: Messages larger than this get their memory as they come.
+_AT_ONCE = 64 << 20
+#: Answers from this size on are written piece by piece, not copied.
+COPIED = 32 * 1024
+#: What an answer that is one message begins with: a frame of headers, and the beginning of one of data.
+_ANSWER = Struct(f">IBI{len(heads.HEAD)}sIBIBI")
+_HEAD_KIND = len(heads.HEAD) << 8 | HEADERS
+_TRAILERS_KIND = len(heads.OK_TRAILERS) << 8 | HEADERS
+
+# Status codes of gRPC.
+_DEADLINE_EXCEEDED = 4
+_RESOURCE_EXHAUSTED = 8
+_INTERNAL = 13
+
+Message = bytes | memoryview
 
 
-class InferenceStream(Receiver):
-    """One stream, from its first message to its status. It keeps itself in `streams` until then."""
-
-    def __init__(self, servicer: Servicer, tasks: Tasks, stream: Stream, streams: "set[InferenceStream]") -> None:
-        self._servicer = servicer
-        self._tasks = tasks
-        self._stream = stream
-        self._streams = streams
-        self._metadata = stream.head.metadata
-        self._peer = stream.connection.peer
-        self._strict = any(key == "triton_grpc_error" and value == "true" for key, value in self._metadata)
-        #: Requests that wait for one before them to have begun, or for the client to read.
-        self._inbox: deque[tuple[Message, bool]] = deque()
-        self._is_beginning = False
-        self._calls: set[_StreamCall] = set()
-        #: Calls of ordinary models in the order of their requests; only the first one's responses go out.
-        self._ordered: deque[_StreamCall] = deque()
-        #: Responses of which a thread writes the first, and their bytes, with those that wait for their turn.
-        self._outbox: deque[bytes | _LargeResponse] = deque()
-        self._backlog = 0
-        self._failure: NaiadError | None = None
-        self._is_read = False
-        self._is_stopping = False
-        self._is_over = False
-        stream.is_taken_in_turn = True
-        streams.add(self)
-
-    # ---------------------------------------------------------------- of the client
+class Receiver:
+    """What becomes of a call. Its methods may not raise."""
 
     def received(self, message: Message, is_compressed: bool) -> None:
-        if self._failure is None and not self._is_stopping:
-            self._inbox.append((message, is_compressed))
-            self.room()
+        raise NotImplementedError
 
     def ended(self) -> None:
-        self._is_read = True
-        self._end_if_done()
+        raise NotImplementedError
 
     def left(self) -> None:
-        # Nobody reads what models that do not care for cancellation still answer.
-        self._failure = Cancelled("the client has left")
-        self._outbox.clear()
-        self._over()
-        self._cancel_calls()
+        raise NotImplementedError
 
     def room(self) -> None:
-        """Begins the requests that wait, as far as the client reads."""
-        while self._inbox and not self._is_beginning and self._waiting() <= _OUTBOX_LIMIT:
-            message, is_compressed = self._inbox.popleft()
-            self._stream.release(message)
-            if not is_compressed:
-                self._begin(message)
-            elif len(message) < LARGE_COMPRESSED:
-                try:
-                    plain = decompress(message, self._stream.head.encoding)
-                except NaiadError as error:
-                    self._fail(error)
-                else:
-                    self._begin(plain)
-            else:
-                self._is_beginning = True
-                self._tasks.run(self._stream, partial(self._decompress, message))
-        self._end_if_done()
-
-    async def _decompress(self, message: Message) -> None:
-        try:
-            plain = await asyncio.to_thread(decompress, message, self._stream.head.encoding)
-        except NaiadError as error:
-            self._fail(error)
-        else:
-            self._is_beginning = False
-            if self._failure is None:
-                self._begin(plain)
-            self.room()
-
-    def _begin(self, data: Message) -> None:
-        call = _StreamCall(self)
-        self._calls.add(call)
-        # A request for an unknown model counts as one for an ordinary model: its error keeps its place.
-        self._ordered.append(call)
-        try:
-            begun: Call
-            try:
-                message, raw = parse_request(data)
-            except TakesLong:
-                find_model = partial(self._find_model, call)
-                begun = self._servicer.infer_large_in_stream(data, self._metadata, self._peer, call, find_model)
-            else:
-                model, version = self._find_model(call, message)
-                begun = self._servicer.infer_in_stream(message, raw, model, version, self._metadata, self._peer, call)
-            if not call.is_done:
-                call.call = begun
-            call.is_accepted = True
-            if type(begun) is CopyingCall or type(begun) is LargeCall:
-                # The next request may be the next of the same sequence.
-                self._is_beginning = True
-                begun.begun.add_done_callback(self._has_begun)
-        except NaiadError as error:
-            call.refuse(error)
-        except Exception as error:
-            _LOGGER.exception("a request of a gRPC stream failed")
-            call.refuse(Internal(f"unexpected error: {error}"))
-
-    def _has_begun(self, begun: Any) -> None:
-        self._is_beginning = False
-        self.room()
-
-    def _find_model(self, call: "_StreamCall", message: Any) -> tuple[ServedModel, int]:
-        """Before the next message is read."""
-        call.id = message.id
-        call.model_name = message.model_name
-        model, version = self._servicer.model(message)
-        if model.decoupled:
-            self._ordered.pop()
-            call.is_ordered = False
-        return model, version
-
-    # ---------------------------------------------------------------- of the calls
-
-    def emit(self, call: "_StreamCall", message: "bytes | _LargeResponse") -> None:
-        if self._failure is not None:
-            return
-        if call.is_ordered and self._ordered[0] is not call:
-            call.held.append(message)
-            self._backlog += len(message)
-        else:
-            self._put(message)
-        if self._waiting() > MAX_BACKLOG:
-            self._outbox.clear()
-            for each in self._calls:
-                each.held.clear()
-            self._backlog = 0
-            self._stream.drop_waiting()
-            self._fail(ResourceExhausted("the client reads the stream too slowly; it is ended"))
-
-    def end(self, call: "_StreamCall") -> None:
-        self._calls.discard(call)
-        call.is_done = True
-        # They know each other, and what the request brought: nobody shall need the garbage collector to free it.
-        call.call = None
-        ordered = self._ordered
-        while ordered and ordered[0].is_done:
-            ordered.popleft()
-            if ordered:
-                held = ordered[0].held
-                ordered[0].held = []
-                for message in held:
-                    self._backlog -= len(message)
-                    if self._failure is None:
-                        self._put(message)
-        self._end_if_done()
-
-    def fail(self, error: NaiadError) -> bool:
-        """Whether the stream ends with this error of a model."""
-        if self._strict:
-            self._fail(error)
-        return self._strict
-
-    def _waiting(self) -> int:
-        return self._backlog + self._stream.waiting_bytes
-
-    # ---------------------------------------------------------------- of the answer
-
-    def _put(self, message: "bytes | _LargeResponse") -> None:
-        encoding = self._stream.encoding
-        if not self._outbox and isinstance(message, bytes) and (not encoding or len(message) < LARGE):
-            if encoding:
-                packed = compress(message, encoding)
-                self._stream.send(packed, packed is not message)
-            else:
-                self._stream.send(message)
-            return
-        self._outbox.append(message)
-        self._backlog += len(message)
-        if len(self._outbox) == 1:
-            self._tasks.run(self._stream, self._write_outbox)
-
-    async def _write_outbox(self) -> None:
-        while self._outbox:
-            message = self._outbox[0]
-            size = len(message)
-            data = message if isinstance(message, bytes) else await self._encode(message)
-            packed = data
-            if self._stream.encoding:
-                packed = await asyncio.to_thread(compress, data, self._stream.encoding)
-            if not self._outbox:
-                return  # it has been given up meanwhile
-            self._outbox.popleft()
-            self._backlog -= size
-            if data:
-                self._stream.send(packed, packed is not data)
-        self.room()
-
-    async def _encode(self, response: "_LargeResponse") -> bytes:
-        try:
-            return await asyncio.to_thread(response.encode)
-        except NaiadError as error:
-            return b"" if self.fail(error) else response.call.error(error, response.final)
-        except Exception as error:
-            _LOGGER.exception("a response of a gRPC stream cannot be written")
-            return response.call.error(Internal(f"unexpected error: {error}"), response.final)
-
-    # ---------------------------------------------------------------- the end
-
-    def stop(self) -> None:
-        """Begins no more requests; the stream ends with the last of its running calls."""
-        self._is_stopping = not self._is_read
-        self._inbox.clear()
-        self._end_if_done()
-
-    def _fail(self, error: NaiadError) -> None:
-        if self._failure is None:
-            self._failure = error
-            self._inbox.clear()
-            # In a turn of its own: a scheduler may be about to hand out more results of these calls.
-            asyncio.get_running_loop().call_soon(self._cancel_calls)
-            self._end_if_done()
-
-    def _end_if_done(self) -> None:
-        if self._is_over or self._outbox:
-            return
-        if self._failure is not None:
-            self._over()
-            fail(self._stream, self._failure)
-        elif self._calls or self._inbox or self._is_beginning:
-            return
-        elif self._is_stopping:
-            self._over()
-            fail(self._stream, Unavailable(SHUTTING_DOWN))
-        elif self._is_read:
-            self._over()
-            self._stream.finish(OK_TRAILERS)
-
-    def _over(self) -> None:
-        self._is_over = True
-        self._inbox.clear()
-        self._streams.discard(self)
-
-    def _cancel_calls(self) -> None:
-        for call in list(self._calls):
-            call.cancel()
+        """For who has to know."""
 
 
-class RefusedStream(Receiver):
-    """A stream that ends with an error when its first message is there: clients of `grpc.aio` that are told before they have
-    sent it have an error of their own. Those that send nothing need not wait for long."""
+class Application:
+    """Who serves the calls of all connections."""
 
-    def __init__(self, stream: Stream, error: NaiadError) -> None:
-        self._stream = stream
-        self._error = error
-        asyncio.get_running_loop().call_later(_REFUSED_AFTER_S, self.ended)
-
-    def received(self, message: Message, is_compressed: bool) -> None:
-        self.ended()
-
-    def ended(self) -> None:
-        fail(self._stream, self._error)
-
-    def left(self) -> None:
-        pass
+    def begin(self, stream: "Stream") -> None:
+        raise NotImplementedError
 
 
-class _StreamCall:
-    """One inference of a stream: the sink of its results."""
+class Stream:
+    """One call: its messages as they come, its answer as it goes."""
 
     __slots__ = (
-        "_reply",
-        "_stream",
-        "call",
+        "_compressed",
+        "_deadline",
+        "_expected",
+        "_filled",
+        "_message",
+        "_out",
+        "_out_at",
+        "_prefix",
+        "_received",
+        "_trailers",
+        "connection",
+        "head",
         "held",
         "id",
-        "is_accepted",
-        "is_done",
-        "is_ordered",
-        "model",
-        "model_name",
+        "is_begun",
+        "is_ended",
+        "is_open",
+        "is_taken_in_turn",
+        "receive_window",
+        "receiver",
+        "send_window",
+        "used",
+        "waiting_bytes",
     )
 
-    model: ServedModel
-    _reply: Reply
+    def __init__(self, connection: "Connection", id: int, head: Head, send_window: int) -> None:
+        self.connection = connection
+        self.id = id
+        self.head = head
+        self.receiver: Receiver | None = None
+        #: Neither answered in full nor left.
+        self.is_open = True
+        #: The client sends no more.
+        self.is_ended = False
+        #: The head of the answer is out.
+        self.is_begun = False
+        #: Messages wait to be taken one after the other: as long as there are many, no more are asked for.
+        self.is_taken_in_turn = False
+        self.send_window = send_window
+        #: What the client may still send; what we have used of it since it was told so; messages that wait to be taken.
+        self.receive_window = WINDOW
+        self.used = 0
+        self.held = 0
+        self._received = 0
+        # The message under way: its prefix as far as it is there, then where it goes.
+        self._prefix = b""
+        self._compressed = False
+        self._message: memoryview | None = None
+        self._expected = 0
+        self._filled = 0
+        # What could not be sent at once: messages with their prefix, how much of the first one is out, and how it ends.
+        self.waiting_bytes = 0
+        self._out: deque[Message] = deque()
+        self._out_at = 0
+        self._trailers = b""
+        self._deadline: asyncio.TimerHandle | None = None
+        if head.timeout_s >= 0:
+            self._deadline = asyncio.get_running_loop().call_later(head.timeout_s, self._expire)
 
-    def __init__(self, stream: InferenceStream) -> None:
-        self._stream = stream
-        self.id = ""
-        self.model_name = ""
-        self.call: Call | None = None
-        self.held: list[bytes | _LargeResponse] = []
-        self.is_ordered = True
-        self.is_done = False
-        #: The engine has taken the request; until then an error is the request's, not the model's.
-        self.is_accepted = False
+    @property
+    def encoding(self) -> str:
+        """What the messages of the answer may be compressed with, "" for nothing."""
+        return self.head.answer_encoding
 
-    def expect(self, model: ServedModel, reply: Reply) -> None:
-        self.model = model
-        self._reply = reply
+    def __repr__(self) -> str:
+        return f"<Stream {self.id} {self.head.path} {'open' if self.is_open else 'closed'}>"
 
-    def send(self, result: Result | None, final: bool) -> None:
-        stream = self._stream
-        if isinstance(result, InferResponse):
-            try:
-                message = encode_stream(result, self._reply, self.model.config, self.model.labels, final)
-            except NaiadError as error:
-                self._send_error(error, final)
-            except TakesLong:
-                stream.emit(self, _LargeResponse(self, result.owned(), final))
-            else:
-                stream.emit(self, message)
-        elif result is not None:
-            if final and (not self.is_accepted or result.refused):
-                self.refuse(result)
+    # ---------------------------------------------------------------- what comes
+
+    def feed(self, data: bytes, at: int, end: int) -> None:
+        """Takes the bytes from `at` to `end`."""
+        self._received += end - at
+        if not self._prefix and self._message is None and end - at >= PREFIX_SIZE:
+            # A message in one frame, as nearly all are.
+            is_compressed, size = PREFIX.unpack_from(data, at)
+            if end - at == PREFIX_SIZE + size and is_compressed <= 1:
+                self._deliver(data[at + PREFIX_SIZE : end], is_compressed == 1)
                 return
-            self._send_error(result, final)
-        elif self._reply.empty_final:
-            stream.emit(self, encode_stream_end(self.model_name, self.id))
-        if final:
-            stream.end(self)
+        while at < end and self.is_open:
+            if self._message is None:
+                missing = PREFIX_SIZE - len(self._prefix)
+                self._prefix += data[at : min(end, at + missing)]
+                at += missing
+                if len(self._prefix) < PREFIX_SIZE:
+                    return
+                self._begin_message()
+            else:
+                count = min(end - at, self._expected - self._filled)
+                self.place(count)[:count] = data[at : at + count]
+                at += count
+                self.filled(count)
 
-    def refuse(self, error: NaiadError) -> None:
-        """Answers with an error found before the model was asked."""
-        if not self.is_done:
-            self._stream.emit(self, encode_stream_error(error.message, self.id))
-            self._stream.end(self)
+    def _begin_message(self) -> None:
+        compressed, size = PREFIX.unpack(self._prefix)
+        self._prefix = b""
+        if compressed > 1:
+            self.fail(_INTERNAL, f"a message begins with {compressed}, which is neither 0 nor 1")
+        elif size > MAX_MESSAGE:
+            self.fail(_RESOURCE_EXHAUSTED, f"Received message larger than max ({size} vs. {MAX_MESSAGE})")
+        elif not size:
+            self._deliver(b"", compressed == 1)
+        else:
+            self._compressed = compressed == 1
+            self._expected = size
+            self._filled = 0
+            self._message = np.empty(min(size, _AT_ONCE), np.uint8).data
 
-    def cancel(self) -> None:
-        if self.call is not None:
-            self.call.cancel()
+    def place(self, count: int) -> memoryview:
+        """Where the next bytes of the message under way go: at least `count`."""
+        message = self._message
+        assert message is not None
+        if self._filled + count > len(message):
+            size = min(self._expected, max(2 * len(message), self._filled + count))
+            larger = np.empty(size, np.uint8).data
+            larger[: self._filled] = message[: self._filled]
+            self._message = message = larger
+        return message[self._filled :]
 
-    def encode(self, response: InferResponse, final: bool) -> bytes:
-        """In a thread."""
-        return encode_stream(response, self._reply, self.model.config, self.model.labels, final, True)
+    def filled(self, count: int) -> None:
+        """So many bytes have been put to that place."""
+        self._filled += count
+        message = self._message
+        if self._filled == self._expected and message is not None:
+            self._message = None
+            self._deliver(message.toreadonly(), self._compressed)
 
-    def error(self, error: NaiadError, final: bool) -> bytes:
-        return encode_stream_error(error.message, self.id, self.model_name, final)
+    def missing(self) -> int:
+        """How many bytes of the message under way are missing; 0 where there is none."""
+        return 0 if self._message is None else self._expected - self._filled
 
-    def _send_error(self, error: NaiadError, final: bool) -> None:
-        if not self._stream.fail(error):
-            self._stream.emit(self, self.error(error, final))
+    def count_in_place(self, count: int) -> None:
+        self._received += count
 
+    def _deliver(self, message: Message, is_compressed: bool) -> None:
+        receiver = self.receiver
+        if receiver is not None:
+            if self.is_taken_in_turn:
+                self.held += len(message)
+            receiver.received(message, is_compressed)
 
-class _LargeResponse:
-    """A response whose message takes long to write: that is done when its turn has come."""
+    def end(self) -> None:
+        """The client sends no more."""
+        self.is_ended = True
+        expected = self.head.content_length
+        if self._prefix or self._message is not None:
+            self.fail(_INTERNAL, "the call ends in the middle of a message")
+        elif expected >= 0 and expected != self._received:
+            self.connection.reset(self, PROTOCOL_ERROR)
+        elif self.receiver is not None:
+            self.receiver.ended()
 
-    __slots__ = ("_response", "call", "final")
+    def release(self, message: Message) -> None:
+        """One that is taken in turn has been taken."""
+        self.held -= len(message)
+        if self.is_open:
+            self.connection.grant(self, 0)
 
-    def __init__(self, call: _StreamCall, response: InferResponse, final: bool) -> None:
-        self.call = call
-        self._response = response
-        self.final = final
+    def _expire(self) -> None:
+        receiver = self.receiver
+        self.fail(_DEADLINE_EXCEEDED, "Deadline Exceeded")
+        if receiver is not None:
+            receiver.left()
 
-    def __len__(self) -> int:
-        return sum([len(tensor.contents) for tensor in self._response.outputs])
+    # ---------------------------------------------------------------- what goes
 
-    def encode(self) -> bytes:
-        return self.call.encode(self._response, self.final)
+    def respond(self, data: bytes) -> None:
+        """Answers with one message."""
+        connection = self.connection
+        if not self.is_open:
+            return
+        size = len(data) + PREFIX_SIZE
+        if self.encoding or not connection.has_room(self, size) or size > COPIED:
+            self.send(data)
+            self.finish(heads.OK_TRAILERS)
+            return
+        id = self.id
+        connection.send_window -= size
+        begin = _ANSWER.pack(_HEAD_KIND, END_HEADERS, id, heads.HEAD, size << 8 | DATA, 0, id, 0, len(data))
+        connection.write_answer(
+            b"".join((begin, data, FRAME.pack(_TRAILERS_KIND, END_HEADERS | END_STREAM, id), heads.OK_TRAILERS))
+        )
+        connection.close(self)
+
+    def send(self, data: bytes, is_compressed: bool = False) -> None:
+        """Answers with a message, after which others or the end come."""
+        if not self.is_open:
+            return
+        if not self.is_begun:
+            self.is_begun = True
+            block = heads.encoded_head(self.encoding) if self.encoding else heads.HEAD
+            self.connection.write_answer(head_frames(self.id, block, 0))
+        prefix = PREFIX.pack(1 if is_compressed else 0, len(data))
+        self.waiting_bytes += PREFIX_SIZE + len(data)
+        if len(data) <= COPIED:
+            self._out.append(prefix + data)
+        else:
+            self._out.append(prefix)
+            self._out.append(data)
+        self.connection.pump(self)
+
+    def fail(self, code: int, details: str) -> None:
+        """Ends the answer with an error."""
+        self.finish(heads.trailers(code, details))
+
+    def finish(self, trailers: bytes) -> None:
+        """Ends the answer, when what has been sent before is out."""
+        if self.is_open and not self._trailers:
+            self._trailers = trailers if self.is_begun else heads.HEAD + trailers
+            self.connection.pump(self)
+
+    def refuse(self, status: int) -> None:
+        """Answers what is no call of gRPC."""
+        self._trailers = heads.http_error(status)
+        self.connection.pump(self)
+
+    def drop_waiting(self) -> None:
+        """What could not be sent of the answer shall not be: all but its end."""
+        self._out.clear()
+        self._out_at = 0
+        self.waiting_bytes = 0
+
+    def closed(self) -> None:
+        """Nothing comes or goes any more."""
+        self.is_open = False
+        self.receiver = None
+        self._message = None
+        self.drop_waiting()
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def take_frame(self, limit: int, parts: list[Message]) -> int:
+        """Adds a frame of at most `limit` bytes of data to `parts`; how many bytes those are."""
+        at = len(parts)
+        parts.append(b"")
+        size = 0
+        while self._out and size < limit:
+            message = self._out[0]
+            left = len(message) - self._out_at
+            count = min(left, limit - size)
+            if count == len(message):
+                parts.append(message)
+            else:
+                parts.append(memoryview(message)[self._out_at : self._out_at + count])
+            size += count
+            if count == left:
+                self._out.popleft()
+                self._out_at = 0
+            else:
+                self._out_at += count
+        parts[at] = FRAME.pack(size << 8 | DATA, 0, self.id)
+        self.waiting_bytes -= size
+        return size
+
+    def ending(self) -> bytes:
+        """How the answer ends; "" if it does not yet."""
+        return self._trailers

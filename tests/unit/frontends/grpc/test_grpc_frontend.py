@@ -20,8 +20,8 @@ from tritonclient.grpc.aio import InferenceServerClient
 
 from naiad.datatypes import DataType
 from naiad.errors import Cancelled, Internal, Unavailable
+from naiad.frontends.grpc import inference_stream as stream_module
 from naiad.frontends.grpc import servicer as servicer_module
-from naiad.frontends.grpc import stream as stream_module
 from naiad.frontends.grpc.errors import SHUTTING_DOWN
 from naiad.frontends.grpc.options import GrpcOptions
 from naiad.frontends.grpc.server import GrpcFrontend
@@ -411,7 +411,7 @@ async def test_what_a_model_makes_for_a_client_that_has_left_is_not_kept(connect
 
 
 async def test_a_client_that_does_not_read_is_not_read_from(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("naiad.frontends.grpc.stream._OUTBOX_LIMIT", 1)
+    monkeypatch.setattr("naiad.frontends.grpc.inference_stream._OUTBOX_LIMIT", 1)
     async with connect() as connection:
         responses = await exchange(connection, *(ask(id=str(i)) for i in range(50)))
         assert [each.infer_response.id for each in responses] == [str(i) for i in range(50)]

@@ -13,7 +13,8 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
 from naiad.datatypes import LARGE, DataType
-from naiad.frontends.grpc import calls, servicer, stream
+from naiad.frontends.grpc import calls, servicer
+from naiad.frontends.grpc import inference_stream as stream
 from naiad.frontends.grpc.options import GrpcOptions
 from naiad.frontends.grpc.server import GrpcFrontend
 from naiad.messages import Tensor

@@ -1,395 +1,78 @@
-"""One HTTP/2 connection of gRPC clients, on the event loop: bytes in, messages out; answers in, frames out.
+"""One HTTP/2 connection of gRPC clients, on the event loop: frames in, streams' messages out, and back.
 
 A frame is read in the turn in which it arrives, and a call whose message is complete is handed on before that returns:
-there is no thread to hand over to and no task per call. Large messages are received straight into their final place.
-Knows of gRPC only that messages have a length before them and that answers end with trailers; knows nothing of methods.
-
-    application.begin(stream)      the head of a call is there; it sets `stream.receiver`, or answers
-    receiver.received(...)         a message of the call is complete
-    receiver.ended()               the client sends no more
-    receiver.left()                nobody waits for the answer any more: the client has left, or its time is over
-    receiver.room()                what had to wait of an answer is out
-
-The rules are those of RFC 9113; numbers in parentheses are its sections.
+there is no thread to hand over to and no task per call. Numbers in parentheses are sections of RFC 9113.
 """
 
 import asyncio
-from collections import deque
-from struct import Struct
 from time import monotonic
 from typing import Any
 
-import numpy as np
-
 from naiad.frontends.connections import OpenConnections
-from naiad.frontends.grpc import head as heads
-from naiad.frontends.grpc.head import Head, HeaderDecoder
+from naiad.frontends.grpc.frames import (
+    ACK,
+    COMPRESSION_ERROR,
+    CONTINUATION,
+    DATA,
+    ENABLE_PUSH,
+    END_HEADERS,
+    END_STREAM,
+    ENHANCE_YOUR_CALM,
+    FIRST_WINDOW,
+    FLOW_CONTROL_ERROR,
+    FRAME,
+    FRAME_SIZE,
+    FRAME_SIZE_ERROR,
+    GOAWAY,
+    GOAWAY_START,
+    HEADERS,
+    INITIAL_WINDOW_SIZE,
+    LARGEST_MAX_FRAME,
+    LARGEST_WINDOW,
+    MAX_CONCURRENT_STREAMS,
+    MAX_FRAME_SIZE,
+    MAX_HEADER_LIST_SIZE,
+    NO_ERROR,
+    NUMBER,
+    PADDED,
+    PING,
+    PREFACE,
+    PROTOCOL_ERROR,
+    PUSH_PROMISE,
+    REFUSED_STREAM,
+    RST_STREAM,
+    SETTING,
+    SETTINGS,
+    SMALLEST_MAX_FRAME,
+    STREAM_CLOSED,
+    WINDOW_UPDATE,
+    WITH_PRIORITY,
+    frame,
+    head_frames,
+)
+from naiad.frontends.grpc.head import MAX_HEADER_LIST, Head, HeaderDecoder
+from naiad.frontends.grpc.stream import COPIED, WINDOW, Application, Message, Stream
 
-PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-
-_DATA = 0
-_HEADERS = 1
-_PRIORITY = 2
-_RST_STREAM = 3
-_SETTINGS = 4
-_PUSH_PROMISE = 5
-_PING = 6
-_GOAWAY = 7
-_WINDOW_UPDATE = 8
-_CONTINUATION = 9
-
-_END_STREAM = 0x1
-_ACK = 0x1
-_END_HEADERS = 0x4
-_PADDED = 0x8
-_WITH_PRIORITY = 0x20
-
-NO_ERROR = 0
-PROTOCOL_ERROR = 1
-FLOW_CONTROL_ERROR = 3
-STREAM_CLOSED = 5
-FRAME_SIZE_ERROR = 6
-REFUSED_STREAM = 7
-CANCEL = 8
-COMPRESSION_ERROR = 9
-ENHANCE_YOUR_CALM = 11
-
-_MAX_CONCURRENT_STREAMS = 3
-_INITIAL_WINDOW_SIZE = 4
-_MAX_FRAME_SIZE = 5
-_MAX_HEADER_LIST_SIZE = 6
-
-#: Length and kind of a frame in one number, flags, stream.
-_FRAME = Struct(">IBI")
-_FRAME_SIZE = 9
-#: What an answer that is one message begins with: a frame of headers, and the beginning of one of data.
-_ANSWER = Struct(f">IBI{len(heads.HEAD)}sIBIBI")
-_PREFIX = Struct(">BI")
-_PREFIX_SIZE = 5
-_SETTING = Struct(">HI")
-_NUMBER = Struct(">I")
-_GOAWAY_START = Struct(">II")
-
-_LARGEST_WINDOW = 2**31 - 1
-_FIRST_WINDOW = 65535
-#: What a client may send of a stream before we have taken it. Only who streams ever waits for that.
-WINDOW = 16 << 20
-#: The same for a whole connection, which is no limit: what keeps a client waiting are its streams.
+#: What a client may send before we have used it is no limit: what keeps a client waiting are its streams.
 _CONNECTION_WINDOW = 1 << 30
-MAX_FRAME = 1 << 20
-MAX_STREAMS = 1 << 16
-#: gRPC's own limit of a message.
-MAX_MESSAGE = 2**31 - 1
+_MAX_FRAME = 1 << 20
+_MAX_STREAMS = 1 << 16
 #: The block of a head, and its frames, may not be larger.
 _MAX_BLOCK = 64 * 1024
 #: What one read of the socket may bring; shared by all connections, since a read is used up before the next.
 _scratch = memoryview(bytearray(256 * 1024))
 #: What is left of a frame of data is received in place from this size on.
 _IN_PLACE = 32 * 1024
-#: Messages larger than this get their memory as they come.
-_AT_ONCE = 64 << 20
 #: As many bytes of answers may wait in a connection's transport.
 _WRITE_LIMIT = 1 << 20
-#: Answers from this size on are written piece by piece, not copied.
-_COPIED = 32 * 1024
 #: So long a client may still send after an error of its connection.
 _LINGER_S = 0.5
 #: So many bytes of messages may wait for one who streams to take them.
 _HELD_BYTES = 1 << 20
 #: Streams that we have ended before their client has, which may still send; so many of them.
 _KEPT_LEFT = 4096
-
-Message = bytes | memoryview
-
-
-class Receiver:
-    """What becomes of a call. Its methods may not raise."""
-
-    def received(self, message: Message, is_compressed: bool) -> None:
-        raise NotImplementedError
-
-    def ended(self) -> None:
-        raise NotImplementedError
-
-    def left(self) -> None:
-        raise NotImplementedError
-
-    def room(self) -> None:
-        """For who has to know."""
-
-
-class Application:
-    """Who serves the calls of all connections."""
-
-    def begin(self, stream: "Stream") -> None:
-        raise NotImplementedError
-
-
-class Stream:
-    """One call: its messages as they come, its answer as it goes."""
-
-    __slots__ = (
-        "_compressed",
-        "_deadline",
-        "_expected",
-        "_filled",
-        "_message",
-        "_out",
-        "_out_at",
-        "_prefix",
-        "_received",
-        "_trailers",
-        "connection",
-        "head",
-        "held",
-        "id",
-        "is_begun",
-        "is_ended",
-        "is_open",
-        "is_taken_in_turn",
-        "receive_window",
-        "receiver",
-        "send_window",
-        "used",
-        "waiting_bytes",
-    )
-
-    def __init__(self, connection: "Connection", id: int, head: Head, send_window: int) -> None:
-        self.connection = connection
-        self.id = id
-        self.head = head
-        self.receiver: Receiver | None = None
-        #: Neither answered in full nor left.
-        self.is_open = True
-        #: The client sends no more.
-        self.is_ended = False
-        #: The head of the answer is out.
-        self.is_begun = False
-        #: Messages wait to be taken one after the other: as long as there are many, no more are asked for.
-        self.is_taken_in_turn = False
-        self.send_window = send_window
-        #: What the client may still send; what we have used of it since it was told so; messages that wait to be taken.
-        self.receive_window = WINDOW
-        self.used = 0
-        self.held = 0
-        self._received = 0
-        # The message under way: its prefix as far as it is there, then where it goes.
-        self._prefix = b""
-        self._compressed = False
-        self._message: memoryview | None = None
-        self._expected = 0
-        self._filled = 0
-        # What could not be sent at once: messages with their prefix, how much of the first one is out, and how it ends.
-        self.waiting_bytes = 0
-        self._out: deque[Message] = deque()
-        self._out_at = 0
-        self._trailers = b""
-        self._deadline: asyncio.TimerHandle | None = None
-        if head.timeout_s >= 0:
-            self._deadline = asyncio.get_running_loop().call_later(head.timeout_s, self._expire)
-
-    @property
-    def encoding(self) -> str:
-        """What the messages of the answer may be compressed with, "" for nothing."""
-        return self.head.answer_encoding
-
-    def __repr__(self) -> str:
-        return f"<Stream {self.id} {self.head.path} {'open' if self.is_open else 'closed'}>"
-
-    # ---------------------------------------------------------------- what comes
-
-    def feed(self, data: bytes, at: int, end: int) -> None:
-        """Takes the bytes from `at` to `end`."""
-        self._received += end - at
-        if not self._prefix and self._message is None and end - at >= _PREFIX_SIZE:
-            # A message in one frame, as nearly all are.
-            is_compressed, size = _PREFIX.unpack_from(data, at)
-            if end - at == _PREFIX_SIZE + size and is_compressed <= 1:
-                self._deliver(data[at + _PREFIX_SIZE : end], is_compressed == 1)
-                return
-        while at < end and self.is_open:
-            if self._message is None:
-                missing = _PREFIX_SIZE - len(self._prefix)
-                self._prefix += data[at : min(end, at + missing)]
-                at += missing
-                if len(self._prefix) < _PREFIX_SIZE:
-                    return
-                self._begin_message()
-            else:
-                count = min(end - at, self._expected - self._filled)
-                self.place(count)[:count] = data[at : at + count]
-                at += count
-                self.filled(count)
-
-    def _begin_message(self) -> None:
-        compressed, size = _PREFIX.unpack(self._prefix)
-        self._prefix = b""
-        if compressed > 1:
-            self.fail(13, f"a message begins with {compressed}, which is neither 0 nor 1")
-        elif size > MAX_MESSAGE:
-            self.fail(8, f"Received message larger than max ({size} vs. {MAX_MESSAGE})")
-        elif not size:
-            self._deliver(b"", compressed == 1)
-        else:
-            self._compressed = compressed == 1
-            self._expected = size
-            self._filled = 0
-            self._message = np.empty(min(size, _AT_ONCE), np.uint8).data
-
-    def place(self, count: int) -> memoryview:
-        """Where the next bytes of the message under way go: at least `count`."""
-        message = self._message
-        assert message is not None
-        if self._filled + count > len(message):
-            size = min(self._expected, max(2 * len(message), self._filled + count))
-            larger = np.empty(size, np.uint8).data
-            larger[: self._filled] = message[: self._filled]
-            self._message = message = larger
-        return message[self._filled :]
-
-    def filled(self, count: int) -> None:
-        """So many bytes have been put to that place."""
-        self._filled += count
-        message = self._message
-        if self._filled == self._expected and message is not None:
-            self._message = None
-            self._deliver(message.toreadonly(), self._compressed)
-
-    def missing(self) -> int:
-        """How many bytes of the message under way are missing; 0 where there is none."""
-        return 0 if self._message is None else self._expected - self._filled
-
-    def count_in_place(self, count: int) -> None:
-        self._received += count
-
-    def _deliver(self, message: Message, is_compressed: bool) -> None:
-        receiver = self.receiver
-        if receiver is not None:
-            if self.is_taken_in_turn:
-                self.held += len(message)
-            receiver.received(message, is_compressed)
-
-    def end(self) -> None:
-        """The client sends no more."""
-        self.is_ended = True
-        expected = self.head.content_length
-        if self._prefix or self._message is not None:
-            self.fail(13, "the call ends in the middle of a message")
-        elif expected >= 0 and expected != self._received:
-            self.connection.reset(self, PROTOCOL_ERROR)
-        elif self.receiver is not None:
-            self.receiver.ended()
-
-    def release(self, message: Message) -> None:
-        """One that is taken in turn has been taken."""
-        self.held -= len(message)
-        if self.is_open:
-            self.connection.grant(self, 0)
-
-    def _expire(self) -> None:
-        receiver = self.receiver
-        self.fail(4, "Deadline Exceeded")
-        if receiver is not None:
-            receiver.left()
-
-    # ---------------------------------------------------------------- what goes
-
-    def respond(self, data: bytes) -> None:
-        """Answers with one message."""
-        connection = self.connection
-        if not self.is_open:
-            return
-        size = len(data) + _PREFIX_SIZE
-        if self.encoding or not connection.has_room(self, size) or size > _COPIED:
-            self.send(data)
-            self.finish(heads.OK_TRAILERS)
-            return
-        id = self.id
-        connection.send_window -= size
-        begin = _ANSWER.pack(
-            len(heads.HEAD) << 8 | _HEADERS, _END_HEADERS, id, heads.HEAD, size << 8 | _DATA, 0, id, 0, len(data)
-        )
-        connection.write_answer(b"".join((begin, data, _FRAME.pack(_OK_TRAILERS, _ENDING, id), heads.OK_TRAILERS)))
-        connection.close(self)
-
-    def send(self, data: bytes, is_compressed: bool = False) -> None:
-        """Answers with a message, after which others or the end come."""
-        if not self.is_open:
-            return
-        if not self.is_begun:
-            self.is_begun = True
-            block = heads.encoded_head(self.encoding) if self.encoding else heads.HEAD
-            self.connection.write_answer(_frames(self.id, block, 0))
-        prefix = _PREFIX.pack(1 if is_compressed else 0, len(data))
-        self.waiting_bytes += _PREFIX_SIZE + len(data)
-        if len(data) <= _COPIED:
-            self._out.append(prefix + data)
-        else:
-            self._out.append(prefix)
-            self._out.append(data)
-        self.connection.pump(self)
-
-    def fail(self, code: int, details: str) -> None:
-        """Ends the answer with an error."""
-        self.finish(heads.trailers(code, details))
-
-    def finish(self, trailers: bytes) -> None:
-        """Ends the answer, when what has been sent before is out."""
-        if self.is_open and not self._trailers:
-            self._trailers = trailers if self.is_begun else heads.HEAD + trailers
-            self.connection.pump(self)
-
-    def refuse(self, status: int) -> None:
-        """Answers what is no call of gRPC."""
-        self._trailers = heads.http_error(status)
-        self.connection.pump(self)
-
-    def drop_waiting(self) -> None:
-        """What could not be sent of the answer shall not be: all but its end."""
-        self._out.clear()
-        self._out_at = 0
-        self.waiting_bytes = 0
-
-    def closed(self) -> None:
-        """Nothing comes or goes any more."""
-        self.is_open = False
-        self.receiver = None
-        self._message = None
-        self.drop_waiting()
-        if self._deadline is not None:
-            self._deadline.cancel()
-            self._deadline = None
-
-    def take_frame(self, limit: int, parts: list[Message]) -> int:
-        """Adds a frame of at most `limit` bytes of data to `parts`; how many bytes those are."""
-        at = len(parts)
-        parts.append(b"")
-        size = 0
-        while self._out and size < limit:
-            message = self._out[0]
-            left = len(message) - self._out_at
-            count = min(left, limit - size)
-            if count == len(message):
-                parts.append(message)
-            else:
-                parts.append(memoryview(message)[self._out_at : self._out_at + count])
-            size += count
-            if count == left:
-                self._out.popleft()
-                self._out_at = 0
-            else:
-                self._out_at += count
-        parts[at] = _FRAME.pack(size << 8 | _DATA, 0, self.id)
-        self.waiting_bytes -= size
-        return size
-
-    def ending(self) -> bytes:
-        """How the answer ends; "" if it does not yet."""
-        return self._trailers
-
-
-_ENDING = _END_HEADERS | _END_STREAM
-_OK_TRAILERS = len(heads.OK_TRAILERS) << 8 | _HEADERS
+#: Without calls, clients may ping as rarely as this, unless they may at any time.
+_IDLE_PING_INTERVAL_S = 7200.0
 
 
 class Limits:
@@ -440,10 +123,6 @@ class Limits:
         )
 
 
-#: Without calls, clients may ping as rarely as this, unless they may at any time.
-_IDLE_PING_INTERVAL_S = 7200.0
-
-
 class Connection:
     """One of the `connections` of a listener: an asyncio.BufferedProtocol for uvloop, which does not ask for the type."""
 
@@ -475,9 +154,9 @@ class Connection:
         self._block_size = 0
         self._block_ends = False
         self._receive_window = _CONNECTION_WINDOW
-        self.send_window = _FIRST_WINDOW
-        self._first_window = _FIRST_WINDOW
-        self._max_frame = 16384
+        self.send_window = FIRST_WINDOW
+        self._first_window = FIRST_WINDOW
+        self._max_frame: int = SMALLEST_MAX_FRAME
         #: Streams of whose answers something waits for a window or for the transport, in their order.
         self._waiting: dict[int, Stream] = {}
         #: Streams that we have ended before their client has.
@@ -523,14 +202,14 @@ class Connection:
         if limits.age_s is not None:
             self._age = loop.call_later(limits.age_s, self._grow_old)
         settings = (
-            (_MAX_CONCURRENT_STREAMS, MAX_STREAMS),
-            (_INITIAL_WINDOW_SIZE, WINDOW),
-            (_MAX_FRAME_SIZE, MAX_FRAME),
-            (_MAX_HEADER_LIST_SIZE, heads.MAX_HEADER_LIST),
+            (MAX_CONCURRENT_STREAMS, _MAX_STREAMS),
+            (INITIAL_WINDOW_SIZE, WINDOW),
+            (MAX_FRAME_SIZE, _MAX_FRAME),
+            (MAX_HEADER_LIST_SIZE, MAX_HEADER_LIST),
         )
-        body = b"".join([_SETTING.pack(key, value) for key, value in settings])
-        grant = _NUMBER.pack(_CONNECTION_WINDOW - _FIRST_WINDOW)
-        self._write(_frame(_SETTINGS, 0, 0, body) + _frame(_WINDOW_UPDATE, 0, 0, grant))
+        body = b"".join([SETTING.pack(key, value) for key, value in settings])
+        grant = NUMBER.pack(_CONNECTION_WINDOW - FIRST_WINDOW)
+        self._write(frame(SETTINGS, 0, 0, body) + frame(WINDOW_UPDATE, 0, 0, grant))
 
     def connection_lost(self, error: Exception | None) -> None:
         self._transport = None
@@ -584,7 +263,7 @@ class Connection:
         if self._is_over:
             return
         self._is_over = True
-        self._write(_frame(_GOAWAY, 0, 0, _GOAWAY_START.pack(self._last_id, code) + why))
+        self._write(frame(GOAWAY, 0, 0, GOAWAY_START.pack(self._last_id, code) + why))
         self._forget_all()
         if code == NO_ERROR or self._is_paused:
             self._hang_up()
@@ -616,7 +295,7 @@ class Connection:
     def _grow_old(self) -> None:
         grace_s = self._limits.age_grace_s
         # The client is told to take another connection, and may go on with what it has begun.
-        self._write(_frame(_GOAWAY, 0, 0, _GOAWAY_START.pack(_LARGEST_WINDOW, NO_ERROR) + b"max_age"))
+        self._write(frame(GOAWAY, 0, 0, GOAWAY_START.pack(LARGEST_WINDOW, NO_ERROR) + b"max_age"))
         if grace_s is not None:
             self._age = asyncio.get_running_loop().call_later(grace_s, self._close, NO_ERROR, b"max_age")
         self.finish()
@@ -635,7 +314,7 @@ class Connection:
         if is_wanted and (not limits.pings_without_data or self._pings < limits.pings_without_data):
             self._pings += 1
             self._is_awaiting_pong = True
-            self._write(_frame(_PING, 0, 0, bytes(8)))
+            self._write(frame(PING, 0, 0, bytes(8)))
             delay_s = limits.keepalive_timeout_s
         self._has_received = False
         self._keepalive = asyncio.get_running_loop().call_later(delay_s, self._look_alive)
@@ -656,6 +335,7 @@ class Connection:
         stream = self._data_stream
         if self._in_place and stream is not None:
             self._data_left -= count
+            self._note_end(stream)
             stream.count_in_place(count)
             stream.filled(count)
             self.grant(stream, count)
@@ -692,34 +372,34 @@ class Connection:
                 count = min(self._skipped, end - at)
                 self._skipped -= count
                 at += count
-            if end - at < _FRAME_SIZE:
+            if end - at < FRAME_SIZE:
                 break
-            kind, flags, id = _FRAME.unpack_from(data, at)
+            kind, flags, id = FRAME.unpack_from(data, at)
             size = kind >> 8
             kind &= 0xFF
-            id &= _LARGEST_WINDOW
-            if size > MAX_FRAME:
+            id &= LARGEST_WINDOW
+            if size > _MAX_FRAME:
                 self._fail(FRAME_SIZE_ERROR, b"a frame is larger than the settings allow")
-            elif self._block_stream and (kind != _CONTINUATION or id != self._block_stream):
+            elif self._block_stream and (kind != CONTINUATION or id != self._block_stream):
                 self._fail(PROTOCOL_ERROR, b"a head is not continued")
-            elif not self._is_set and kind != _SETTINGS:
+            elif not self._is_set and kind != SETTINGS:
                 self._fail(PROTOCOL_ERROR, b"the settings are to come first")
-            elif kind == _DATA:
-                if flags & _PADDED and end - at == _FRAME_SIZE and size:
+            elif kind == DATA:
+                if flags & PADDED and end - at == FRAME_SIZE and size:
                     break
-                at = self._begin_data(data, at + _FRAME_SIZE, size, flags, id)
+                at = self._begin_data(data, at + FRAME_SIZE, size, flags, id)
                 continue
-            elif kind > _CONTINUATION:
+            elif kind > CONTINUATION:
                 self._skipped = size
-                at += _FRAME_SIZE
+                at += FRAME_SIZE
                 continue
             elif size > _MAX_BLOCK:
-                code = ENHANCE_YOUR_CALM if kind in (_HEADERS, _CONTINUATION) else FRAME_SIZE_ERROR
+                code = ENHANCE_YOUR_CALM if kind in (HEADERS, CONTINUATION) else FRAME_SIZE_ERROR
                 self._fail(code, b"a frame is too large")
-            elif end - at < _FRAME_SIZE + size:
+            elif end - at < FRAME_SIZE + size:
                 break
             else:
-                at += _FRAME_SIZE
+                at += FRAME_SIZE
                 self._take_frame(kind, flags, id, data[at : at + size])
                 at += size
                 continue
@@ -734,7 +414,7 @@ class Connection:
     def _begin_data(self, data: bytes, at: int, size: int, flags: int, id: int) -> int:
         """The frame's contents begin at `at`; where what follows its first byte, if that says how long its padding is, does."""
         padding = 0
-        if flags & _PADDED:
+        if flags & PADDED:
             if not size or data[at] >= size:
                 self._fail(PROTOCOL_ERROR if size else FRAME_SIZE_ERROR, b"a frame has more padding than bytes")
                 return at
@@ -746,14 +426,14 @@ class Connection:
             self._fail(FLOW_CONTROL_ERROR, b"more data than the window of the connection allows")
             return at
         if self._receive_window < _CONNECTION_WINDOW // 2:
-            self._write(_frame(_WINDOW_UPDATE, 0, 0, _NUMBER.pack(_CONNECTION_WINDOW - self._receive_window)))
+            self._write(frame(WINDOW_UPDATE, 0, 0, NUMBER.pack(_CONNECTION_WINDOW - self._receive_window)))
             self._receive_window = _CONNECTION_WINDOW
         if stream is None:
             if not id or id > self._last_id or not id & 1:
                 self._fail(PROTOCOL_ERROR, b"data of a stream that has not begun")
                 return at
             if id not in self._left:
-                self._write(_frame(_RST_STREAM, 0, id, _NUMBER.pack(STREAM_CLOSED)))
+                self._write(frame(RST_STREAM, 0, id, NUMBER.pack(STREAM_CLOSED)))
         elif stream.is_ended:
             self.reset(stream, STREAM_CLOSED)
             stream = None
@@ -765,9 +445,9 @@ class Connection:
             elif padding:
                 self.grant(stream, padding + 1)
         self._padding_left = padding
-        self._data_left = size - padding - (1 if flags & _PADDED else 0)
+        self._data_left = size - padding - (1 if flags & PADDED else 0)
         self._data_stream = stream
-        self._data_ends = flags & _END_STREAM != 0
+        self._data_ends = flags & END_STREAM != 0
         if not self._data_left and not self._padding_left:
             self._end_data()
         return at
@@ -779,6 +459,7 @@ class Connection:
         if count:
             self._data_left -= count
             if stream is not None and stream.is_open:
+                self._note_end(stream)
                 stream.feed(data, at, at + count)
                 self.grant(stream, count)
             at += count
@@ -791,6 +472,11 @@ class Connection:
                 return at
         self._set_in_place()
         return at
+
+    def _note_end(self, stream: Stream) -> None:
+        """An answer to the last bytes, in this turn, shall find that they are."""
+        if self._data_ends and not self._data_left:
+            stream.is_ended = True
 
     def _set_in_place(self) -> None:
         stream = self._data_stream
@@ -808,52 +494,54 @@ class Connection:
         unless messages wait to be taken."""
         stream.used += count
         if stream.receive_window < WINDOW // 2 and stream.held <= _HELD_BYTES and stream.used and stream.is_open:
-            self._write(_frame(_WINDOW_UPDATE, 0, stream.id, _NUMBER.pack(stream.used)))
+            self._write(frame(WINDOW_UPDATE, 0, stream.id, NUMBER.pack(stream.used)))
             stream.receive_window += stream.used
             stream.used = 0
 
     # ---------------------------------------------------------------- other frames
 
     def _take_frame(self, kind: int, flags: int, id: int, content: bytes) -> None:
-        if kind == _HEADERS:
+        if kind == HEADERS:
             self._begin_head(flags, id, content)
-        elif kind == _WINDOW_UPDATE:
+        elif kind == WINDOW_UPDATE:
             self._widen(id, content)
-        elif kind == _SETTINGS:
+        elif kind == SETTINGS:
             self._set(flags, id, content)
-        elif kind == _PING:
+        elif kind == PING:
             self._pong(flags, id, content)
-        elif kind == _RST_STREAM:
+        elif kind == RST_STREAM:
             self._be_reset(id, content)
-        elif kind == _CONTINUATION:
+        elif kind == CONTINUATION:
             if not self._block_stream:
                 self._fail(PROTOCOL_ERROR, b"a continuation of nothing")
             else:
                 self._continue_head(flags, content)
-        elif kind == _GOAWAY:
+        elif kind == GOAWAY:
             if id:
                 self._fail(PROTOCOL_ERROR, b"GOAWAY is about the connection")
+            elif len(content) < 8:
+                self._fail(FRAME_SIZE_ERROR, b"GOAWAY has eight bytes and more")
             else:
                 self.finish()
-        elif kind == _PUSH_PROMISE:
+        elif kind == PUSH_PROMISE:
             self._fail(PROTOCOL_ERROR, b"clients do not push")
         elif not id:
             self._fail(PROTOCOL_ERROR, b"a priority is about a stream")
         elif len(content) != 5:
             self._fail(FRAME_SIZE_ERROR, b"a priority has five bytes")
-        elif _NUMBER.unpack_from(content)[0] & _LARGEST_WINDOW == id:
+        elif NUMBER.unpack_from(content)[0] & LARGEST_WINDOW == id:
             self._fail(PROTOCOL_ERROR, b"a stream that depends on itself")
 
     def _begin_head(self, flags: int, id: int, content: bytes) -> None:
         start = 0
         padding = 0
-        if flags & _PADDED:
+        if flags & PADDED:
             if not content:
                 self._fail(FRAME_SIZE_ERROR, b"a head without its padding")
                 return
             padding = content[0]
             start = 1
-        if flags & _WITH_PRIORITY:
+        if flags & WITH_PRIORITY:
             start += 5
         if start + padding > len(content):
             self._fail(PROTOCOL_ERROR, b"a frame has more padding than bytes")
@@ -864,23 +552,21 @@ class Connection:
         if id <= self._last_id and id not in self._streams and id not in self._left:
             self._fail(STREAM_CLOSED, b"a head of a stream that is over, or was passed over")
             return
-        depends_on_itself = (
-            flags & _WITH_PRIORITY and _NUMBER.unpack_from(content, start - 5)[0] & _LARGEST_WINDOW == id
-        )
+        depends_on_itself = flags & WITH_PRIORITY and NUMBER.unpack_from(content, start - 5)[0] & LARGEST_WINDOW == id
         if depends_on_itself:
             self._fail(PROTOCOL_ERROR, b"a stream that depends on itself")
             return
         self._block_stream = id
         self._block_size = 0
-        self._block_ends = flags & _END_STREAM != 0
+        self._block_ends = flags & END_STREAM != 0
         self._continue_head(flags, content[start : len(content) - padding])
 
     def _continue_head(self, flags: int, content: bytes) -> None:
         self._block.append(content)
-        self._block_size += len(content) + _FRAME_SIZE
+        self._block_size += len(content) + FRAME_SIZE
         if self._block_size > _MAX_BLOCK:
             self._fail(ENHANCE_YOUR_CALM, b"a head is too large")
-        elif flags & _END_HEADERS:
+        elif flags & END_HEADERS:
             block = self._block[0] if len(self._block) == 1 else b"".join(self._block)
             self._block.clear()
             id, self._block_stream = self._block_stream, 0
@@ -897,7 +583,7 @@ class Connection:
             # Trailers, which nothing is expected of but the end (8.1).
             if stream.is_ended:
                 self.reset(stream, STREAM_CLOSED)
-            elif not self._block_ends:
+            elif not self._block_ends or not head.is_trailers:
                 self.reset(stream, PROTOCOL_ERROR)
             else:
                 stream.end()
@@ -907,7 +593,7 @@ class Connection:
         self._last_id = id
         if head.malformed:
             self._reset_id(id, PROTOCOL_ERROR)
-        elif len(self._streams) >= MAX_STREAMS:
+        elif len(self._streams) >= _MAX_STREAMS:
             self._reset_id(id, REFUSED_STREAM)
         else:
             stream = self._streams[id] = Stream(self, id, head, self._first_window)
@@ -931,7 +617,7 @@ class Connection:
         if id:
             self._fail(PROTOCOL_ERROR, b"settings are about the connection")
             return
-        if flags & _ACK:
+        if flags & ACK:
             if content:
                 self._fail(FRAME_SIZE_ERROR, b"an acknowledgement says nothing")
             elif not self._is_set:
@@ -941,34 +627,34 @@ class Connection:
             self._fail(FRAME_SIZE_ERROR, b"a setting has six bytes")
             return
         self._is_set = True
-        for key, value in _SETTING.iter_unpack(content):
-            if key == _INITIAL_WINDOW_SIZE:
-                if value > _LARGEST_WINDOW:
+        for key, value in SETTING.iter_unpack(content):
+            if key == INITIAL_WINDOW_SIZE:
+                if value > LARGEST_WINDOW:
                     self._fail(FLOW_CONTROL_ERROR, b"a window is too large")
                     return
                 change = value - self._first_window
                 self._first_window = value
                 for stream in self._streams.values():
                     stream.send_window += change
-                    if stream.send_window > _LARGEST_WINDOW:
+                    if stream.send_window > LARGEST_WINDOW:
                         self._fail(FLOW_CONTROL_ERROR, b"a window is too large")
                         return
-            elif key == _MAX_FRAME_SIZE:
-                if not 16384 <= value < 1 << 24:
+            elif key == MAX_FRAME_SIZE:
+                if not SMALLEST_MAX_FRAME <= value <= LARGEST_MAX_FRAME:
                     self._fail(PROTOCOL_ERROR, b"frames cannot be so large, or so small")
                     return
                 self._max_frame = value
-            elif key == 2 and value > 1:
+            elif key == ENABLE_PUSH and value > 1:
                 self._fail(PROTOCOL_ERROR, b"ENABLE_PUSH is 0 or 1")
                 return
-        self._write(_frame(_SETTINGS, _ACK, 0, b""))
+        self._write(frame(SETTINGS, ACK, 0, b""))
         self._pump_all()
 
     def _pong(self, flags: int, id: int, content: bytes) -> None:
         if id or len(content) != 8:
             self._fail(PROTOCOL_ERROR if id else FRAME_SIZE_ERROR, b"a ping has eight bytes and no stream")
             return
-        if flags & _ACK:
+        if flags & ACK:
             self._is_awaiting_pong = False
             return
         limits = self._limits
@@ -982,18 +668,18 @@ class Connection:
                 self._fail(ENHANCE_YOUR_CALM, b"too_many_pings")
                 return
         self._pinged_at = now
-        self._write(_frame(_PING, _ACK, 0, content))
+        self._write(frame(PING, ACK, 0, content))
 
     def _widen(self, id: int, content: bytes) -> None:
         if len(content) != 4:
             self._fail(FRAME_SIZE_ERROR, b"WINDOW_UPDATE has four bytes")
             return
-        count = _NUMBER.unpack(content)[0] & _LARGEST_WINDOW
+        count = NUMBER.unpack(content)[0] & LARGEST_WINDOW
         if not id:
             self.send_window += count
             if not count:
                 self._fail(PROTOCOL_ERROR, b"a window grows by nothing")
-            elif self.send_window > _LARGEST_WINDOW:
+            elif self.send_window > LARGEST_WINDOW:
                 self._fail(FLOW_CONTROL_ERROR, b"a window is too large")
             else:
                 self._pump_all()
@@ -1006,7 +692,7 @@ class Connection:
         stream.send_window += count
         if not count:
             self.reset(stream, PROTOCOL_ERROR)
-        elif stream.send_window > _LARGEST_WINDOW:
+        elif stream.send_window > LARGEST_WINDOW:
             self.reset(stream, FLOW_CONTROL_ERROR)
         elif stream.waiting_bytes:
             self.pump(stream)
@@ -1032,7 +718,7 @@ class Connection:
             stream.send_window -= count
             size += count
         if parts:
-            self.write_answer(b"".join(parts)) if size <= _COPIED else self._write_parts(parts)
+            self.write_answer(b"".join(parts)) if size <= COPIED else self._write_parts(parts)
         if stream.waiting_bytes:
             self._waiting[stream.id] = stream
             if size >= _WRITE_LIMIT and not self._is_paused:
@@ -1040,7 +726,7 @@ class Connection:
                 asyncio.get_running_loop().call_soon(self._pump_all)
             return
         if trailers := stream.ending():
-            self.write_answer(_frames(stream.id, trailers, _END_STREAM))
+            self.write_answer(head_frames(stream.id, trailers, END_STREAM))
             self.close(stream)
         elif stream.id in self._waiting:
             del self._waiting[stream.id]
@@ -1071,7 +757,7 @@ class Connection:
             receiver.left()
 
     def _reset_id(self, id: int, code: int) -> None:
-        self._write(_frame(_RST_STREAM, 0, id, _NUMBER.pack(code)))
+        self._write(frame(RST_STREAM, 0, id, NUMBER.pack(code)))
         self._leave(id)
 
     def _leave(self, id: int) -> None:
@@ -1090,18 +776,3 @@ class Connection:
         stream.closed()
         if self._is_finishing and not self._streams:
             self._close(NO_ERROR, b"")
-
-
-def _frame(kind: int, flags: int, id: int, content: bytes) -> bytes:
-    return _FRAME.pack(len(content) << 8 | kind, flags, id) + content
-
-
-def _frames(id: int, block: bytes, flags: int) -> bytes:
-    """A head, or trailers, in as many frames as any client takes."""
-    if len(block) <= 16384:
-        return _frame(_HEADERS, flags | _END_HEADERS, id, block)
-    parts = [_frame(_HEADERS, flags, id, block[:16384])]
-    for at in range(16384, len(block), 16384):
-        is_last = at + 16384 >= len(block)
-        parts.append(_frame(_CONTINUATION, _END_HEADERS if is_last else 0, id, block[at : at + 16384]))
-    return b"".join(parts)
