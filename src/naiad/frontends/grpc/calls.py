@@ -9,9 +9,9 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 
 from naiad.datatypes import TakesLong
-from naiad.errors import Internal, NaiadError, ResourceExhausted
+from naiad.errors import Internal, NaiadError
 from naiad.frontends.grpc.compression import LARGE, LARGE_COMPRESSED, compress, decompress
-from naiad.frontends.grpc.errors import status
+from naiad.frontends.grpc.errors import MessageTooLarge, status
 from naiad.frontends.grpc.head import OK_TRAILERS
 from naiad.frontends.grpc.servicer import Call, Method, Servicer
 from naiad.frontends.grpc.stream import MAX_MESSAGE, Message, Receiver, Stream
@@ -68,7 +68,8 @@ def fail_unexpectedly(stream: Stream, error: Exception) -> None:
 def respond(tasks: Tasks, stream: Stream, data: bytes) -> None:
     """Answers with one message."""
     if len(data) > MAX_MESSAGE:
-        fail(stream, too_large(data))
+        text = f"the response has {len(data)} bytes, more than the {MAX_MESSAGE} of a gRPC message"
+        fail(stream, MessageTooLarge(text))
     elif not stream.encoding:
         stream.respond(data)
     elif len(data) < LARGE:
@@ -84,10 +85,6 @@ async def _compress_and_respond(stream: Stream, data: bytes) -> None:
 def _respond_compressed(stream: Stream, data: bytes, packed: bytes) -> None:
     stream.send(packed, packed is not data)
     stream.finish(OK_TRAILERS)
-
-
-def too_large(data: bytes) -> NaiadError:
-    return ResourceExhausted(f"the response has {len(data)} bytes, more than the {MAX_MESSAGE} of a gRPC message")
 
 
 class UnaryCall(Receiver):

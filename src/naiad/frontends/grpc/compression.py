@@ -2,7 +2,8 @@
 
 import zlib
 
-from naiad.errors import Internal, ResourceExhausted
+from naiad.errors import Internal
+from naiad.frontends.grpc.errors import MessageTooLarge
 from naiad.frontends.grpc.stream import MAX_MESSAGE, Message
 
 _WINDOW = {"gzip": zlib.MAX_WBITS | 16, "deflate": zlib.MAX_WBITS}
@@ -14,7 +15,7 @@ LARGE_COMPRESSED = 4096
 
 
 def decompress(message: Message, encoding: str) -> bytes:
-    """Raises Internal for what cannot be, ResourceExhausted for more than a message may be."""
+    """Raises Internal for what cannot be, MessageTooLarge for more than a message may be."""
     window = _WINDOW.get(encoding)
     if window is None:
         raise Internal("a message is compressed, and the metadata 'grpc-encoding' does not say how")
@@ -24,7 +25,7 @@ def decompress(message: Message, encoding: str) -> bytes:
     except zlib.error as error:
         raise Internal(f"Unexpected error decompressing data for algorithm {encoding}: {error}") from error
     if stream.unconsumed_tail:
-        raise ResourceExhausted(f"Received message larger than max (more than {MAX_MESSAGE} bytes decompressed)")
+        raise MessageTooLarge(f"Received message larger than max (more than {MAX_MESSAGE} bytes decompressed)")
     if not stream.eof or stream.unused_data:
         raise Internal(f"Unexpected error decompressing data for algorithm {encoding}: it is cut short, or too long")
     return plain

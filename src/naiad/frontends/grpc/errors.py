@@ -4,7 +4,7 @@ from grpc import StatusCode
 
 from naiad.errors import NaiadError
 
-#: By Triton's code of the kind.
+#: By Triton's code of the kind, and one of gRPC's own.
 _STATUS = {
     "INVALID_ARG": StatusCode.INVALID_ARGUMENT,
     "NOT_FOUND": StatusCode.NOT_FOUND,
@@ -13,9 +13,17 @@ _STATUS = {
     "ALREADY_EXISTS": StatusCode.ALREADY_EXISTS,
     "CANCELLED": StatusCode.CANCELLED,
     "INTERNAL": StatusCode.INTERNAL,
+    "RESOURCE_EXHAUSTED": StatusCode.RESOURCE_EXHAUSTED,
 }
 _CODES: dict[str, int] = {kind: code.value[0] for kind, code in _STATUS.items()}
 _UNKNOWN: int = StatusCode.UNKNOWN.value[0]
+
+
+class MessageTooLarge(NaiadError):
+    """A message exceeds gRPC's limit."""
+
+    triton_code = "RESOURCE_EXHAUSTED"
+
 
 #: What a client is told whose call comes too late.
 SHUTTING_DOWN = "GRPC server is shutting down and has stopped accepting new requests."
