@@ -10,6 +10,9 @@ import threading
 from pathlib import Path
 from typing import Any
 
+#: A batch that takes less gains little from more threads, which then spin where the server has work to do.
+WORTH_WAKING_NS = 1_000_000
+
 
 def available_cores(root: Path = Path("/")) -> int:
     """The physical cores this process may use: its affinity, hyper-threads counted once, its cgroup's quota.

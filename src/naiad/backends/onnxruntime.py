@@ -26,7 +26,7 @@ import numpy as np
 from naiad.backends.api import Array, ArrayBackend, ConfigDict, InstanceContext, ModelContext
 from naiad.backends.arrays import from_text, to_text
 from naiad.backends.configured import control_inputs, framework_dims, integer, shape_text, wrong_dims
-from naiad.backends.cores import Occupancy, available_cores, cores_left_to_all, cores_per_instance
+from naiad.backends.cores import WORTH_WAKING_NS, Occupancy, available_cores, cores_left_to_all, cores_per_instance
 from naiad.backends.placement import first_instance
 from naiad.datatypes import DataType
 from naiad.errors import Internal, InvalidArgument, NaiadError, Unavailable, Unsupported
@@ -103,8 +103,6 @@ _BUILDS = {
     "TensorrtExecutionProvider": "onnxruntime-gpu",
 }
 
-#: A batch that takes less gains little from more threads, which then spin where the server has work to do.
-_WORTH_WAKING_NS = 1_000_000
 #: Of what all instances of this process compute on its CPUs, of whatever model.
 _occupancy = Occupancy()
 
@@ -129,7 +127,7 @@ class _Sessions:
     #: The cores that `together` has.
     cores: int
     #: What the last batch took.
-    took_ns: int = _WORTH_WAKING_NS
+    took_ns: int = WORTH_WAKING_NS
 
 
 Conversion = Callable[[Any], Any]
@@ -226,7 +224,7 @@ class OnnxRuntimeBackend(ArrayBackend):
         names = list(outputs)
         sessions = self._sessions
         is_free = self._occupancy.enter()
-        session = sessions.alone if is_free and sessions.took_ns >= _WORTH_WAKING_NS else sessions.together
+        session = sessions.alone if is_free and sessions.took_ns >= WORTH_WAKING_NS else sessions.together
         began_ns = perf_counter_ns()
         try:
             if self._values_out:

@@ -1,8 +1,9 @@
 """The backend `openvino`: whatever OpenVINO reads, one compiled model per version. Runs in hosts, on instances' threads.
 
 It reads IR (model.xml), ONNX, TensorFlow SavedModels and frozen graphs, TensorFlow Lite and Paddle, by their suffix.
-Parameters and texts are those of Triton's OpenVINO backend. All instances share the compiled model; each has its own
-infer request, and unless the configuration says otherwise there is a stream for each, so that they overlap.
+Parameters and texts are those of Triton's OpenVINO backend. All instances share what is compiled; each has infer
+requests of its own. Unless the configuration says otherwise, a model with several instances is compiled twice: for a
+batch that has no other beside it, which gets all cores, and with a stream for each instance, so that they overlap.
 
 Kept better than Triton has it: batches of any size up to `max_batch_size` run, at the cost of nothing, where the
 model's operations allow it; only a model with its batch size built in asks for exactly that one (then, and only then,
@@ -17,6 +18,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from time import perf_counter_ns
 from typing import Any, ClassVar, TypeVar
 
 import ml_dtypes
@@ -24,7 +26,7 @@ import numpy as np
 
 from naiad.backends.api import Array, ArrayBackend, ConfigDict, InstanceContext, ModelContext
 from naiad.backends.configured import framework_dims, wrong_dims
-from naiad.backends.cores import available_cores
+from naiad.backends.cores import WORTH_WAKING_NS, Occupancy, available_cores
 from naiad.datatypes import BY_CONFIG_NAME, DataType
 from naiad.errors import Internal, InvalidArgument, NaiadError, Unavailable, Unsupported
 
@@ -81,6 +83,9 @@ _FRONT_ENDS = {
 }
 
 _HINTS = ("LATENCY", "THROUGHPUT", "CUMULATIVE_THROUGHPUT")
+
+#: Of what all instances of this process compute, of whatever model.
+_occupancy = Occupancy()
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,14 +175,20 @@ class OpenVinoBackend(ArrayBackend):
                 f"unable to load model '{model.name}', Triton OpenVINO backend supports only Kind CPU and AUTO; another"
                 " device is chosen by the parameter TARGET_DEVICE"
             )
-        # It has a stream for each of the instances that there were to be: more of them need another one.
-        compiled = model.shared(f"compiled for {_instances(model)}", lambda: _compile(model))
+        compiled = model.shared("compiled", lambda: _compile(model))
         self._model_name = model.name
         self._inputs = compiled.inputs
         self._outputs = compiled.outputs
         self._batch = compiled.batch
         self._padding = compiled.padding
-        self._request = _step("creating infer request object", compiled.model.create_infer_request)
+        self._alone = _step("creating infer request object", compiled.model.create_infer_request)
+        self._together = self._alone
+        if (streams := _streams(model)) > 1:
+            # More instances than there were may need another one.
+            shares = model.shared(f"compiled with {streams} streams", lambda: _compile(model, streams))
+            self._together = _step("creating infer request object", shares.model.create_infer_request)
+        #: What the last batch took.
+        self._took_ns = WORTH_WAKING_NS
 
     def run(self, inputs: Mapping[str, Array], outputs: Sequence[str]) -> Mapping[str, Array]:
         rows = 0
@@ -188,7 +199,9 @@ class OpenVinoBackend(ArrayBackend):
                     f"expected requests with batch size '{self._batch}', got '{rows}'... this error can be avoided by"
                     " setting 'ENABLE_BATCH_PADDING' parameter in model configuration to 'YES' at a performance cost."
                 )
-        request = self._request
+        is_free = _occupancy.enter()
+        request = self._alone if is_free and self._took_ns >= WORTH_WAKING_NS else self._together
+        began_ns = perf_counter_ns()
         tensors = []  # the request does not keep the arrays' memory
         try:
             for spec in self._inputs:
@@ -205,6 +218,9 @@ class OpenVinoBackend(ArrayBackend):
             ) from error
         except RuntimeError as error:
             raise Internal(f"openvino error in running inference : {_text(error)}") from error
+        finally:
+            self._took_ns = perf_counter_ns() - began_ns
+            _occupancy.leave()
         for name, result in results.items():
             spec = self._outputs[name]
             if spec.scalar:
@@ -218,7 +234,7 @@ class OpenVinoBackend(ArrayBackend):
         return results
 
     def close(self) -> None:
-        del self._request
+        del self._alone, self._together
 
 
 # --- arrays -------------------------------------------------------------------------------------------------------
@@ -289,8 +305,11 @@ def _check_front_end(model: ModelContext, path: Path) -> None:
         )
 
 
-def _compile(model: ModelContext) -> _Compiled:
+def _compile(model: ModelContext, streams: int = 0) -> _Compiled:
+    """`streams`: 0 for those that the configuration or OpenVINO says."""
     device, properties = _device_properties(model)
+    if streams:
+        properties["NUM_STREAMS"] = streams
     _log(model, "INFO", f"Target device {device}")
     core = _core(model)
     graph = _read(model, core)
@@ -372,14 +391,17 @@ def _device_properties(model: ModelContext) -> tuple[str, dict[str, Any]]:
         properties.setdefault("INFERENCE_NUM_THREADS", available_cores())
         properties.setdefault("INFERENCE_PRECISION_HINT", "f32")
         properties["ENABLE_CPU_PINNING"] = False
-        instances = _instances(model)
-        if instances > 1 and properties.keys().isdisjoint({"NUM_STREAMS", "PERFORMANCE_HINT"}):
-            properties["NUM_STREAMS"] = instances
     return device, properties
 
 
-def _instances(model: ModelContext) -> int:
-    return sum(int(group.get("count", 1)) for group in model.config.get("instance_group", ()))
+def _streams(model: ModelContext) -> int:
+    """In how many shares the threads are divided while several instances compute; 1 where they are not, or where it is
+    not for us to say: the configuration does, or the device is another one than the CPU."""
+    device, properties = _device_properties(model)
+    if device != "CPU" or not properties.keys().isdisjoint({"NUM_STREAMS", "PERFORMANCE_HINT"}):
+        return 1
+    instances = sum(int(group.get("count", 1)) for group in model.config.get("instance_group", ()))
+    return min(instances, properties["INFERENCE_NUM_THREADS"] or available_cores())
 
 
 # --- batches and shapes -------------------------------------------------------------------------------------------

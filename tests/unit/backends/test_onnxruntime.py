@@ -703,7 +703,7 @@ class TestInstances:
 
         def make(least_ns: int) -> Any:
             opened_sessions(monkeypatch)
-            monkeypatch.setattr(module, "_WORTH_WAKING_NS", least_ns)
+            monkeypatch.setattr(module, "WORTH_WAKING_NS", least_ns)
             model = context(PLAIN, identity_config(instance_group=[{"kind": "KIND_CPU", "count": 2}]))
             one, two = (OnnxRuntimeBackend(model, InstanceContext(f"m_0_{number}", "KIND_CPU")) for number in (0, 1))
             log: list[str] = []

@@ -4,6 +4,7 @@ import json
 import struct
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -122,7 +123,7 @@ def refusal(model: ModelContext) -> NaiadError:
 
 
 def compiled(model: ModelContext) -> Any:
-    """The compiled model; loads the first instance."""
+    """The compiled model of a model with one instance, which it loads."""
     OpenVinoBackend(model, CPU)
     (made,) = model._shared.values()
     return made.model
@@ -345,32 +346,136 @@ def test_streams_by_name_are_taken_by_openvino(saved: Save, value: str) -> None:
     assert run(saved(doubling((4,)), doubled([4]), NUM_STREAMS=value), np.ones(4, np.float32)).tolist() == [2] * 4
 
 
-@pytest.mark.parametrize(
-    ("values", "streams"), [({}, 3), ({"NUM_STREAMS": "1"}, 1), ({"PERFORMANCE_HINT": "LATENCY"}, None)]
-)
-def test_instances_have_a_stream_each_unless_the_configuration_says_how_many(
-    saved: Save, values: dict[str, str], streams: int | None
-) -> None:
-    config = {"instance_group": [{"count": 2, "kind": "KIND_CPU"}, {"count": 1, "kind": "KIND_CPU"}]}
-    _, properties = backend._device_properties(saved(None, config, **values))
-    assert properties.get("NUM_STREAMS") == streams
+class Recorded:
+    """An infer request that says when it runs, and waits to be let go on."""
+
+    def __init__(self, request: Any, log: list[str], name: str) -> None:
+        self._request, self._log, self._name = request, log, name
+        self.inside, self.go_on = threading.Event(), threading.Event()
+        self.go_on.set()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._request, name)
+
+    def infer(self) -> None:
+        self._log.append(self._name)
+        self.inside.set()
+        assert self.go_on.wait(60)
+        self._request.infer()
 
 
-def test_instances_share_the_compiled_model(saved: Save) -> None:
-    model = saved(doubling((4,)), doubled([4]))
-    first, second = OpenVinoBackend(model, CPU), OpenVinoBackend(model, CPU)
-    assert first._request is not second._request
-    model.path.unlink()
-    OpenVinoBackend(model, CPU)  # reads nothing
+class TestInstances:
+    """What the instances of a model share."""
 
+    @pytest.fixture(autouse=True)
+    def four_cores(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(backend, "available_cores", lambda: 4)
 
-def test_more_instances_have_more_streams(saved: Save) -> None:
-    model = saved(doubling((4,)), doubled([4]))
-    OpenVinoBackend(model, CPU)
-    for _ in range(2):
-        OpenVinoBackend(replace(model, config={**model.config, "instance_group": [{"count": 2}]}), CPU)
-    first, second = (made.model for made in model._shared.values())
-    assert first is not second
+    @pytest.mark.parametrize(
+        ("values", "counts", "streams"),
+        [
+            ({}, [1], [None]),
+            ({}, [2], [None, 2]),
+            ({}, [2, 1], [None, 3]),
+            ({}, [9], [None, 4]),
+            ({"INFERENCE_NUM_THREADS": "2"}, [3], [None, 2]),
+            ({"INFERENCE_NUM_THREADS": "1"}, [3], [None]),
+            ({"INFERENCE_NUM_THREADS": "0"}, [3], [None, 3]),
+            ({"NUM_STREAMS": "1"}, [2], [1]),
+            ({"NUM_STREAMS": "2"}, [2], [2]),
+            ({"PERFORMANCE_HINT": "LATENCY"}, [2], [None]),
+            ({"TARGET_DEVICE": "AUTO:CPU"}, [2], [None]),
+        ],
+    )
+    def test_several_are_compiled_once_more_with_a_stream_each_unless_the_configuration_says_how_many(
+        self,
+        saved: Save,
+        monkeypatch: pytest.MonkeyPatch,
+        values: dict[str, str],
+        counts: list[int],
+        streams: list[int | None],
+    ) -> None:
+        seen: list[dict[str, Any]] = []
+
+        class Core:
+            def __init__(self) -> None:
+                self._core = ov.Core()
+
+            def __getattr__(self, name: str) -> Any:
+                return getattr(self._core, name)
+
+            def compile_model(self, graph: Any, device: str, properties: dict[str, Any]) -> Any:
+                seen.append(dict(properties))
+                return self._core.compile_model(graph, device, {})
+
+        monkeypatch.setattr(backend, "_core", lambda model: Core())
+        groups = [{"count": count, "kind": "KIND_CPU"} for count in counts]
+        model = saved(doubling((4,)), doubled([4]) | {"instance_group": groups}, **values)
+        for _ in range(sum(counts)):
+            OpenVinoBackend(model, CPU)
+        assert [properties.get("NUM_STREAMS") for properties in seen] == streams
+        assert len({properties.get("INFERENCE_NUM_THREADS") for properties in seen}) == 1
+
+    @pytest.fixture
+    def pair(self, saved: Save, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Any]:
+        """Two instances, what they run with, and which of it ran."""
+
+        def make(least_ns: int) -> Any:
+            monkeypatch.setattr(backend, "WORTH_WAKING_NS", least_ns)
+            groups = [{"count": 2, "kind": "KIND_CPU"}]
+            model = saved(doubling((-1, 4)), doubled([4], 8) | {"instance_group": groups})
+            instances = [OpenVinoBackend(model, CPU) for _ in range(2)]
+            log: list[str] = []
+            for number, instance in enumerate(instances):
+                instance._alone = Recorded(instance._alone, log, f"{number} alone")
+                instance._together = Recorded(instance._together, log, f"{number} together")
+            return *instances, log
+
+        return make
+
+    def test_a_batch_with_no_other_beside_it_has_all_cores(self, pair: Any) -> None:
+        one, two, log = pair(0)
+        one._alone.go_on.clear()
+        other = threading.Thread(target=one.run, args=({"IN": rows(2)}, ["OUT"]))
+        other.start()
+        assert one._alone.inside.wait(60)
+        assert two.run({"IN": rows(3)}, ["OUT"])["OUT"].tolist() == (2 * rows(3)).tolist()
+        one._alone.go_on.set()
+        other.join(60)
+        for instance in (one, two, one):
+            assert instance.run({"IN": rows(1)}, ["OUT"])["OUT"].tolist() == (2 * rows(1)).tolist()
+        assert log == ["0 alone", "1 together", "0 together", "1 alone", "0 alone"]
+
+    @pytest.mark.parametrize("wrong", [{}, {"IN": rows(2, 5)}], ids=["no input", "a shape that cannot be"])
+    def test_one_that_fails_gives_its_cores_back(self, pair: Any, wrong: dict[str, Array]) -> None:
+        one, two, log = pair(0)
+        for _ in range(2):
+            with pytest.raises(NaiadError):
+                one.run(wrong, ["OUT"])
+        log.clear()
+        two.run({"IN": rows(1)}, ["OUT"])
+        assert log == ["1 alone"]
+
+    def test_short_ones_wake_nobody(self, pair: Any) -> None:
+        one, _, log = pair(3_600_000_000_000)
+        for _ in range(3):
+            one.run({"IN": rows(1)}, ["OUT"])
+        assert log == ["0 alone", "0 together", "0 together"]
+
+    def test_they_share_what_is_compiled(self, saved: Save) -> None:
+        model = saved(doubling((4,)), doubled([4]) | {"instance_group": [{"count": 2}]})
+        first, second = OpenVinoBackend(model, CPU), OpenVinoBackend(model, CPU)
+        assert len({id(request) for one in (first, second) for request in (one._alone, one._together)}) == 4
+        model.path.unlink()
+        OpenVinoBackend(model, CPU)  # reads nothing
+
+    def test_those_that_come_later_use_the_same_where_it_has_a_stream_for_each(self, saved: Save) -> None:
+        model = saved(doubling((4,)), doubled([4]))
+        made = []
+        for count in (1, 2, 3, 4, 5, 2):
+            OpenVinoBackend(replace(model, config={**model.config, "instance_group": [{"count": count}]}), CPU)
+            made.append(len(model._shared))
+        assert made == [1, 2, 3, 4, 4, 4]
 
 
 def test_a_device_without_compilation_threads_says_so(saved: Save) -> None:
