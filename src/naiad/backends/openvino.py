@@ -16,7 +16,7 @@ share the cores. As in Triton, OpenVINO's CPU computes INT64 in INT32, and there
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter_ns
 from typing import Any, ClassVar, TypeVar
@@ -120,7 +120,10 @@ class _Tensor:
 class _Compiled:
     """What all instances of a version share."""
 
-    model: Any
+    #: For a batch that has all cores, and for one that has not: the same where `streams` is 1.
+    alone: Any
+    together: Any
+    streams: int
     inputs: tuple[_Tensor, ...]
     outputs: Mapping[str, _Tensor]
     #: The one batch size that can run; None for any.
@@ -175,18 +178,15 @@ class OpenVinoBackend(ArrayBackend):
                 f"unable to load model '{model.name}', Triton OpenVINO backend supports only Kind CPU and AUTO; another"
                 " device is chosen by the parameter TARGET_DEVICE"
             )
-        compiled = model.shared("compiled", lambda: _compile(model))
+        compiled = _compiled(model)
         self._model_name = model.name
         self._inputs = compiled.inputs
         self._outputs = compiled.outputs
         self._batch = compiled.batch
         self._padding = compiled.padding
-        self._alone = _step("creating infer request object", compiled.model.create_infer_request)
-        self._together = self._alone
-        if (streams := _streams(model)) > 1:
-            # More instances than there were may need another one.
-            shares = model.shared(f"compiled with {streams} streams", lambda: _compile(model, streams))
-            self._together = _step("creating infer request object", shares.model.create_infer_request)
+        self._alone = self._together = _step("creating infer request object", compiled.alone.create_infer_request)
+        if compiled.streams > 1:
+            self._together = _step("creating infer request object", compiled.together.create_infer_request)
         #: What the last batch took.
         self._took_ns = WORTH_WAKING_NS
 
@@ -305,11 +305,21 @@ def _check_front_end(model: ModelContext, path: Path) -> None:
         )
 
 
-def _compile(model: ModelContext, streams: int = 0) -> _Compiled:
-    """`streams`: 0 for those that the configuration or OpenVINO says."""
+def _compiled(model: ModelContext) -> _Compiled:
+    """As the first instance had it compiled, but with other streams where there are more or fewer instances by now."""
+    streams = _streams(model)
+    first = model.shared("compiled", lambda: _compile(model, streams))
+    if streams == first.streams:
+        return first
+    if streams == 1:
+        return replace(first, together=first.alone, streams=1)
+    return model.shared(
+        f"compiled with {streams} streams", lambda: replace(_compile(model, streams), alone=first.alone)
+    )
+
+
+def _compile(model: ModelContext, streams: int) -> _Compiled:
     device, properties = _device_properties(model)
-    if streams:
-        properties["NUM_STREAMS"] = streams
     _log(model, "INFO", f"Target device {device}")
     core = _core(model)
     graph = _read(model, core)
@@ -337,14 +347,20 @@ def _compile(model: ModelContext, streams: int = 0) -> _Compiled:
 
     try:
         _drop_unknown(model, core, device, properties)
-        compiled = _step("loading model", lambda: core.compile_model(graph, device, properties))
+        alone = together = _step("loading model", lambda: core.compile_model(graph, device, properties))
+        if streams > 1:
+            # Of the same graph, with which it shares the weights as they were read.
+            shares = properties | {"NUM_STREAMS": streams}
+            together = _step("loading model", lambda: core.compile_model(graph, device, shares))
     except Internal as error:
         raise Internal(
             f"{error.message} (TARGET_DEVICE is {device}; OpenVINO {_VERSION} finds"
             f" {', '.join(core.available_devices) or 'no device'} on this machine)"
         ) from error
     return _Compiled(
-        compiled,
+        alone,
+        together,
+        streams,
         inputs,
         {tensor.name: tensor for tensor in outputs},
         batch,

@@ -126,7 +126,7 @@ def compiled(model: ModelContext) -> Any:
     """The compiled model of a model with one instance, which it loads."""
     OpenVinoBackend(model, CPU)
     (made,) = model._shared.values()
-    return made.model
+    return made.alone
 
 
 # --- batches ------------------------------------------------------------------------------------------------------
@@ -396,6 +396,7 @@ class TestInstances:
         streams: list[int | None],
     ) -> None:
         seen: list[dict[str, Any]] = []
+        graphs: list[Any] = []
 
         class Core:
             def __init__(self) -> None:
@@ -406,6 +407,7 @@ class TestInstances:
 
             def compile_model(self, graph: Any, device: str, properties: dict[str, Any]) -> Any:
                 seen.append(dict(properties))
+                graphs.append(graph)
                 return self._core.compile_model(graph, device, {})
 
         monkeypatch.setattr(backend, "_core", lambda model: Core())
@@ -415,6 +417,7 @@ class TestInstances:
             OpenVinoBackend(model, CPU)
         assert [properties.get("NUM_STREAMS") for properties in seen] == streams
         assert len({properties.get("INFERENCE_NUM_THREADS") for properties in seen}) == 1
+        assert all(graph is graphs[0] for graph in graphs)  # with one set of weights
 
     @pytest.fixture
     def pair(self, saved: Save, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Any]:
@@ -470,12 +473,18 @@ class TestInstances:
         OpenVinoBackend(model, CPU)  # reads nothing
 
     def test_those_that_come_later_use_the_same_where_it_has_a_stream_for_each(self, saved: Save) -> None:
+        def added(count: int) -> tuple[Any, Any, int]:
+            now = replace(model, config={**model.config, "instance_group": [{"count": count}]})
+            OpenVinoBackend(now, CPU)
+            compiled = backend._compiled(now)
+            return compiled.alone, compiled.together, compiled.streams
+
         model = saved(doubling((4,)), doubled([4]))
-        made = []
-        for count in (1, 2, 3, 4, 5, 2):
-            OpenVinoBackend(replace(model, config={**model.config, "instance_group": [{"count": count}]}), CPU)
-            made.append(len(model._shared))
-        assert made == [1, 2, 3, 4, 4, 4]
+        two, again, three, one = added(2), added(2), added(3), added(1)
+        assert two == again
+        assert two[0] is three[0] is one[0] is one[1]
+        assert len({id(compiled) for compiled in (two[0], two[1], three[1])}) == 3
+        assert [found[2] for found in (two, three, one, added(4), added(5))] == [2, 3, 1, 4, 4]
 
 
 def test_a_device_without_compilation_threads_says_so(saved: Save) -> None:
