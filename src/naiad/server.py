@@ -26,7 +26,7 @@ from naiad.frontends.access import logged
 from naiad.frontends.grpc.servicer import Servicer
 from naiad.frontends.http.management import Management
 from naiad.frontends.http.metrics import MetricsFrontend
-from naiad.frontends.listening import Listening, listen, spare_collector
+from naiad.frontends.listening import Listening, listen, settle
 from naiad.frontends.processes.link import Behind
 from naiad.frontends.processes.pool import FrontEndProcesses
 from naiad.frontends.processes.regions import SharedRegions
@@ -287,7 +287,7 @@ class Server:
                     self.failed_models = manager.table.failures()
                     self.unreadable = bool(manager.first_snapshot.failures)
                     show_models(log, await engine.index(), manager.table.reasons())
-                    spare_collector()
+                    settle()
                     if not self.unreadable:
                         # Otherwise the server is neither live nor ready, whatever it serves, as in Triton.
                         engine.started()

@@ -1,6 +1,7 @@
 """What listens for clients in a process: the HTTP and the gRPC service, as the options ask for them. On the loop."""
 
 import asyncio
+import ctypes
 import gc
 import ssl
 from collections.abc import Callable
@@ -22,12 +23,31 @@ from naiad.telemetry.trace import TraceSettings
 _GC_THRESHOLD = 20_000
 
 
-def spare_collector() -> None:
+#: Parameters of glibc's mallopt(3), and their values: memory of freed tensors is kept for the next ones up to so much.
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
+_KEPT_MEMORY = 64 << 20
+_LARGEST_KEPT = 32 << 20
+
+
+def settle() -> None:
     """For a process that stands: what is there now stays, and the collector need not look at it again, which would take
-    tens of ms. Nor need it look at some hundred requests in flight, which end without its help."""
+    tens of ms. Nor need it look at some hundred requests in flight, which end without its help. And memory is kept."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(_GC_THRESHOLD)
+    _keep_memory()
+
+
+def _keep_memory() -> None:
+    """Large tensors pass one after the other: their memory does not go back to the system after each, which would have to
+    clear it for the next one. What is larger does, and where the C library is not glibc, it decides."""
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        return
+    mallopt(_M_MMAP_THRESHOLD, _LARGEST_KEPT)
+    mallopt(_M_TRIM_THRESHOLD, _KEPT_MEMORY)
 
 
 class HttpService(Protocol):

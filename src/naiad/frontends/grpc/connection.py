@@ -131,6 +131,10 @@ class Connection:
         self._connections = connections
         self._limits = limits
         self._transport: Any = None
+        self._loop: asyncio.AbstractEventLoop = asyncio.get_running_loop()
+        #: What is sent at the end of this turn, and how much that is.
+        self._outgoing: list[Message] = []
+        self._outgoing_size = 0
         self._peer = ""
         self._decoder = HeaderDecoder()
         self._streams: dict[int, Stream] = {}
@@ -195,7 +199,7 @@ class Connection:
             self._peer = f"ipv6:[{name[0]}]:{name[1]}"
         else:
             self._peer = f"ipv4:{name[0]}:{name[1]}"
-        loop = asyncio.get_running_loop()
+        loop = self._loop
         limits = self._limits
         self.waiting_since = loop.time()
         self._keepalive = loop.call_later(limits.keepalive_s, self._look_alive)
@@ -236,16 +240,37 @@ class Connection:
             self._pump_all()
 
     def _write(self, data: bytes) -> None:
-        if self._transport is not None:
-            self._transport.write(data)
+        """Sends it with all else of this turn."""
+        if not self._outgoing:
+            self._loop.call_soon(self._flush)
+        self._outgoing.append(data)
+        self._outgoing_size += len(data)
 
     def write_answer(self, data: bytes) -> None:
+        self._note_answer()
+        self._write(data)
+
+    def _note_answer(self) -> None:
         # Whoever is sent something may ping again.
         self._pinged_at = 0.0
         self._strikes = 0
         self._pings = 0
-        if self._transport is not None:
-            self._transport.write(data)
+
+    def _flush(self) -> None:
+        outgoing = self._outgoing
+        size = self._outgoing_size
+        if not outgoing:
+            return
+        self._outgoing = []
+        self._outgoing_size = 0
+        if self._transport is None:
+            return
+        if len(outgoing) == 1:
+            self._transport.write(outgoing[0])
+        elif size <= COPIED:
+            self._transport.write(b"".join(outgoing))
+        else:
+            self._transport.writelines(outgoing)
 
     # ---------------------------------------------------------------- the end
 
@@ -269,10 +294,11 @@ class Connection:
             self._hang_up()
         else:
             # With something of its unread, the client might be told of a broken connection instead.
-            asyncio.get_running_loop().call_later(_LINGER_S, self._hang_up)
+            self._loop.call_later(_LINGER_S, self._hang_up)
 
     def _hang_up(self) -> None:
-        self.waiting_since = asyncio.get_running_loop().time()
+        self.waiting_since = self._loop.time()
+        self._flush()
         if self._transport is not None:
             self._transport.close()
 
@@ -297,7 +323,7 @@ class Connection:
         # The client is told to take another connection, and may go on with what it has begun.
         self._write(frame(GOAWAY, 0, 0, GOAWAY_START.pack(LARGEST_WINDOW, NO_ERROR) + b"max_age"))
         if grace_s is not None:
-            self._age = asyncio.get_running_loop().call_later(grace_s, self._close, NO_ERROR, b"max_age")
+            self._age = self._loop.call_later(grace_s, self._close, NO_ERROR, b"max_age")
         self.finish()
 
     def _look_alive(self) -> None:
@@ -317,7 +343,7 @@ class Connection:
             self._write(frame(PING, 0, 0, bytes(8)))
             delay_s = limits.keepalive_timeout_s
         self._has_received = False
-        self._keepalive = asyncio.get_running_loop().call_later(delay_s, self._look_alive)
+        self._keepalive = self._loop.call_later(delay_s, self._look_alive)
 
     # ---------------------------------------------------------------- receiving
 
@@ -345,21 +371,22 @@ class Connection:
             return
         if self._is_over:
             return
-        data = bytes(_scratch[:count])
+        # Much is not copied, as it goes on to its place in this turn.
+        data: Message = bytes(_scratch[:count]) if count < _IN_PLACE else _scratch[:count]
         if self._held:
             data = self._held + data
             self._held = b""
         self._receive(data)
 
-    def _receive(self, data: bytes) -> None:
+    def _receive(self, data: Message) -> None:
         at = 0
         end = len(data)
         if not self._is_greeted:
-            if not data.startswith(PREFACE[:end]):
+            if data[: len(PREFACE)] != PREFACE[:end]:
                 self._fail(PROTOCOL_ERROR, b"this is a gRPC server, which speaks HTTP/2 only")
                 return
             if end < len(PREFACE):
-                self._held = data
+                self._held = bytes(data)
                 return
             at = len(PREFACE)
             self._is_greeted = True
@@ -400,18 +427,18 @@ class Connection:
                 break
             else:
                 at += FRAME_SIZE
-                self._take_frame(kind, flags, id, data[at : at + size])
+                self._take_frame(kind, flags, id, bytes(data[at : at + size]))
                 at += size
                 continue
             return
         if self._is_over:
             return
-        self._held = data[at:] if at < end else b""
-        self.waiting_since = asyncio.get_running_loop().time() if self._held or self._block_stream else 0.0
+        self._held = bytes(data[at:]) if at < end else b""
+        self.waiting_since = self._loop.time() if self._held or self._block_stream else 0.0
 
     # ---------------------------------------------------------------- data
 
-    def _begin_data(self, data: bytes, at: int, size: int, flags: int, id: int) -> int:
+    def _begin_data(self, data: Message, at: int, size: int, flags: int, id: int) -> int:
         """The frame's contents begin at `at`; where what follows its first byte, if that says how long its padding is, does."""
         padding = 0
         if flags & PADDED:
@@ -452,7 +479,7 @@ class Connection:
             self._end_data()
         return at
 
-    def _receive_data(self, data: bytes, at: int, end: int) -> int:
+    def _receive_data(self, data: Message, at: int, end: int) -> int:
         """Takes what is there of the frame of data under way; where it ends, or the bytes do."""
         count = min(self._data_left, end - at)
         stream = self._data_stream
@@ -707,23 +734,28 @@ class Connection:
 
     def pump(self, stream: Stream) -> None:
         """Sends what can be sent of an answer."""
-        parts: list[Message] = []
         size = 0
         while stream.waiting_bytes and not self._is_paused and size < _WRITE_LIMIT:
             limit = min(self._max_frame, self.send_window, stream.send_window)
             if limit <= 0:
                 break
-            count = stream.take_frame(limit, parts)
+            if not self._outgoing:
+                self._loop.call_soon(self._flush)
+            count = stream.take_frame(limit, self._outgoing)
+            self._outgoing_size += FRAME_SIZE + count
             self.send_window -= count
             stream.send_window -= count
             size += count
-        if parts:
-            self.write_answer(b"".join(parts)) if size <= COPIED else self._write_parts(parts)
+        if size:
+            self._note_answer()
+            if self._outgoing_size >= _WRITE_LIMIT:
+                # To be told when that is more than the socket takes.
+                self._flush()
         if stream.waiting_bytes:
             self._waiting[stream.id] = stream
             if size >= _WRITE_LIMIT and not self._is_paused:
                 # All of it is out already: who waits for the same comes before it goes on.
-                asyncio.get_running_loop().call_soon(self._pump_all)
+                self._loop.call_soon(self._pump_all)
             return
         if trailers := stream.ending():
             self.write_answer(head_frames(stream.id, trailers, END_STREAM))
@@ -732,11 +764,6 @@ class Connection:
             del self._waiting[stream.id]
             if stream.receiver is not None:
                 stream.receiver.room()
-
-    def _write_parts(self, parts: list[Message]) -> None:
-        if self._transport is not None:
-            self.write_answer(b"")
-            self._transport.writelines(parts)
 
     def _pump_all(self) -> None:
         if self._waiting and not self._is_paused:

@@ -151,19 +151,19 @@ class Stream:
 
     # ---------------------------------------------------------------- what comes
 
-    def feed(self, data: bytes, at: int, end: int) -> None:
+    def feed(self, data: Message, at: int, end: int) -> None:
         """Takes the bytes from `at` to `end`."""
         self._received += end - at
         if not self._prefix and self._message is None and end - at >= PREFIX_SIZE:
             # A message in one frame, as nearly all are.
             is_compressed, size = PREFIX.unpack_from(data, at)
             if end - at == PREFIX_SIZE + size and is_compressed <= 1:
-                self._deliver(data[at + PREFIX_SIZE : end], is_compressed == 1)
+                self._deliver(bytes(data[at + PREFIX_SIZE : end]), is_compressed == 1)
                 return
         while at < end and self.is_open:
             if self._message is None:
                 missing = PREFIX_SIZE - len(self._prefix)
-                self._prefix += data[at : min(end, at + missing)]
+                self._prefix += bytes(data[at : min(end, at + missing)])
                 at += missing
                 if len(self._prefix) < PREFIX_SIZE:
                     return
@@ -178,9 +178,9 @@ class Stream:
         compressed, size = PREFIX.unpack(self._prefix)
         self._prefix = b""
         if compressed > 1:
-            self.fail(_INTERNAL, f"a message begins with {compressed}, which is neither 0 nor 1")
+            self._break_off(_INTERNAL, f"a message begins with {compressed}, which is neither 0 nor 1")
         elif size > MAX_MESSAGE:
-            self.fail(_RESOURCE_EXHAUSTED, f"Received message larger than max ({size} vs. {MAX_MESSAGE})")
+            self._break_off(_RESOURCE_EXHAUSTED, f"Received message larger than max ({size} vs. {MAX_MESSAGE})")
         elif not size:
             self._deliver(b"", compressed == 1)
         else:
@@ -227,7 +227,7 @@ class Stream:
         self.is_ended = True
         expected = self.head.content_length
         if self._prefix or self._message is not None:
-            self.fail(_INTERNAL, "the call ends in the middle of a message")
+            self._break_off(_INTERNAL, "the call ends in the middle of a message")
         elif expected >= 0 and expected != self._received:
             self.connection.reset(self, PROTOCOL_ERROR)
         elif self.receiver is not None:
@@ -240,8 +240,12 @@ class Stream:
             self.connection.grant(self, 0)
 
     def _expire(self) -> None:
+        self._break_off(_DEADLINE_EXCEEDED, "Deadline Exceeded")
+
+    def _break_off(self, code: int, details: str) -> None:
+        """Ends the answer with an error that the receiver has not found itself, and knows nothing of."""
         receiver = self.receiver
-        self.fail(_DEADLINE_EXCEEDED, "Deadline Exceeded")
+        self.fail(code, details)
         if receiver is not None:
             receiver.left()
 

@@ -12,7 +12,7 @@ import sys
 import uvloop
 
 from naiad.errors import NaiadError
-from naiad.frontends.listening import HttpService, Listening, listen, spare_collector
+from naiad.frontends.listening import HttpService, Listening, listen, settle
 from naiad.frontends.processes.client import (
     EngineClient,
     EngineConnection,
@@ -55,7 +55,7 @@ async def _serve(sock: socket.socket, requests_fd: int, responses_fd: int) -> No
         except NaiadError as error:
             connection.tell(Started(failure_of(error)))
             return
-        spare_collector()
+        settle()
         connection.tell(Started(None))
         refusing = asyncio.ensure_future(_refuse(connection, listening.http))
         await connection.stop.wait()
