@@ -368,6 +368,7 @@ class Connection:
             self._set_in_place()
             if not self._data_left and not self._padding_left:
                 self._end_data()
+            self._note_progress()
             return
         if self._is_over:
             return
@@ -434,7 +435,11 @@ class Connection:
         if self._is_over:
             return
         self._held = bytes(data[at:]) if at < end else b""
-        self.waiting_since = self._loop.time() if self._held or self._block_stream else 0.0
+        self._note_progress()
+
+    def _note_progress(self) -> None:
+        is_owed = self._held or self._block_stream or self._data_left or self._padding_left or self._skipped
+        self.waiting_since = self._loop.time() if is_owed else 0.0
 
     # ---------------------------------------------------------------- data
 
