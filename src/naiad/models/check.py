@@ -213,9 +213,11 @@ class RequestCheck:
 
 
 def _refuse_twice(request: InferRequest, names: tuple[str, ...]) -> None:
-    for index, name in enumerate(names):
-        if name in names[:index]:
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
             raise InvalidArgument(f"{request.label}input '{name}' already exists in request")
+        seen.add(name)
 
 
 def _fits(spec: _Input, tensor: Tensor, rows: int, batching: bool) -> bool:

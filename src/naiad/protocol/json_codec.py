@@ -45,6 +45,7 @@ RegionOutput = Callable[[Tensor], None]
 Headers = list[tuple[str, str]]
 
 _LARGEST_COUNT = 2**63 - 1
+_TOO_MANY = 2**63
 _DEEPEST_DATA = 100
 _LENGTH = struct.Struct("<I")
 _LEADING_INTEGER = re.compile(r"\s*([+-]?\d+)")
@@ -333,7 +334,9 @@ def _read_shape(name: str, extents: list[Any]) -> tuple[tuple[int, ...], int]:
         if type(extent) is not int or extent < 0:
             raise Internal(f"Unable to parse 'shape': {IS_UNSIGNED}")
         count *= extent
-    if count > _LARGEST_COUNT or (count == 0 and any(extent > _LARGEST_COUNT for extent in extents)):
+        if count > _LARGEST_COUNT:
+            count = _TOO_MANY  # the product of many extents would grow for seconds
+    if count == _TOO_MANY or (count == 0 and any(extent > _LARGEST_COUNT for extent in extents)):
         shape = ",".join(map(str, extents))
         raise InvalidArgument(
             f"invalid shape for input '{name}': shape [{shape}] causes total element count to exceed maximum size of "

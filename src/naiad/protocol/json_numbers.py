@@ -21,6 +21,8 @@ _KINDS: dict[str, tuple[Literal["d", "i", "u"], np.dtype[Any]]] = {
 }
 #: Deeper arrays are left to `parse`, whose callers know the limit.
 _DEEPEST = 16
+#: Objects with more members are left to it too: simdjson goes through all that come before the one it is asked for.
+_MOST_MEMBERS = 16
 
 _free: list[simdjson.Parser] = []
 
@@ -51,21 +53,28 @@ def release() -> None:
 
 def _document(document: Any) -> dict[str, Any]:
     values: dict[str, Any] = {}
-    for key in document.keys():  # noqa: SIM118  # no dict: iterating it makes Python objects of all values
+    for key in _keys(document):
         if key in values:
             raise ValueError(f"'{key}' twice: simdjson finds the first, orjson the last")
         value = document[key]
         if key == "inputs" and isinstance(value, simdjson.Array):
-            values[key] = [_input(value[index]) for index in range(len(value))]
+            values[key] = [_input(item) for item in value]
         else:
             values[key] = _plain(value)
     return values
 
 
+def _keys(value: Any) -> list[str]:
+    if len(value) > _MOST_MEMBERS:
+        raise ValueError("many members")
+    # Its items would be Python objects of all values.
+    return list(value.keys())
+
+
 def _input(item: Any) -> Any:
     if not isinstance(item, simdjson.Object):
         return _plain(item)
-    values = {key: None if key == "data" else _plain(item[key]) for key in item.keys()}  # noqa: SIM118
+    values = {key: None if key == "data" else _plain(item[key]) for key in _keys(item)}
     if "data" in values:
         values["data"] = _data(item["data"], values.get("datatype"))
     return values

@@ -16,6 +16,8 @@ from naiad.datatypes import Buffer
 from naiad.errors import Internal, InvalidArgument, NaiadError
 
 _DEEPEST = 1000
+#: Looking through a text for each member's name is faster than reading it again, where there are not more of them.
+_FEW_MEMBERS = 64
 _TOKENS = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[{]|[\]}]', re.DOTALL)
 _REASON = re.compile(r"Parse error at offset (\d+): (.*)", re.DOTALL)
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -86,6 +88,8 @@ def _depth(text: bytes) -> int:
         if token == 0x5B or token == 0x7B:
             depth += 1
             deepest = max(deepest, depth)
+            if deepest > _DEEPEST:
+                break
         elif token != 0x22:
             depth -= 1
     return deepest
@@ -181,7 +185,9 @@ def members_as_given(text: bytes, document: Mapping[str, Any]) -> list[tuple[str
 
     Raises Internal, or InvalidArgument for what is nested too deeply, where only `parse` could read the text.
     """
-    if all(text.count(f'"{key}"'.encode("utf-8", "surrogateescape")) < 2 for key in document):
+    if len(document) <= _FEW_MEMBERS and all(
+        text.count(f'"{key}"'.encode("utf-8", "surrogateescape")) < 2 for key in document
+    ):
         return list(document.items())
     outermost: list[tuple[str, Any]] = []
 

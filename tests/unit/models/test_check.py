@@ -221,6 +221,12 @@ def test_an_input_given_twice_is_found_before_that() -> None:
         one(dims="2")(request(int32("A", 2), int32("A", 2), outputs=("NO",)))
 
 
+def test_any_number_of_inputs_is_refused() -> None:
+    """A look through all names for each of them would take hours."""
+    with pytest.raises(InvalidArgument, match="expected 1 inputs but got 300000 inputs"):
+        one(dims="2")(request(*(int32(str(number), 2) for number in range(300_000))))
+
+
 @pytest.mark.parametrize("shape", [(-2, -2), (2, -2), (-1, 4), (-2, 0)])
 @pytest.mark.parametrize("batch", [0, 4])
 def test_no_dimension_is_negative(shape: tuple[int, int], batch: int) -> None:

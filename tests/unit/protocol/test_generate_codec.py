@@ -51,6 +51,13 @@ def test_refused(body: bytes, text: str) -> None:
     assert caught.value.message == text
 
 
+def test_there_may_be_any_number_of_members() -> None:
+    """A look through the text for each of them would take minutes."""
+    names = ",".join(f'"{number}": 1' for number in range(100_000))
+    request = decode_generate(f'{{"A": 1, "id": "1", {names}, "id": "2"}}'.encode(), CONFIG)
+    assert (request.id, len(request.parameters)) == ("1", 100_000)
+
+
 def test_the_first_of_other_members_counts() -> None:
     request = decode_generate(
         b'{"A": 1, "id": "1", "id": "2", "parameters": {"y": 1}, "parameters": {"z": []}}', CONFIG

@@ -43,6 +43,30 @@ def decoded(text: bytes) -> Any:
     return [(t.name, t.datatype, t.shape, bytes(t.data)) for t in request.inputs], request.id, request.parameters
 
 
+def many(count: int, start: bytes, member: bytes, end: bytes) -> bytes:
+    members = b",".join(member.replace(b"#", b"%d" % number) for number in range(count))
+    return start + members + end
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        (many(200_000, b'{"inputs":[', b"{}", b"]}"), "Input must set only one of the following fields"),
+        (many(50_000, b'{"inputs":[],', b'"#":1', b"}"), None),
+        (many(50_000, b'{"inputs":[{"name":"I",', b'"#":1', b"}]}"), "Input must set only one of the following fields"),
+        (many(200_000, b'{"inputs":[{"name":"I","datatype":"INT8","data":[],"shape":[', b"99999999", b"]}]}"), "count"),
+        (b'{"inputs":' + b"[" * 1_000_000, "JSON nesting depth"),
+    ],
+)
+def test_no_text_takes_longer_than_others_of_its_size(text: bytes, error: str | None) -> None:
+    """A look through all members for each of them would take minutes."""
+    outcome = decoded(text)
+    if error is None:
+        assert outcome == ([], "", {})
+    else:
+        assert error in outcome[1]
+
+
 @pytest.mark.parametrize("datatype", DATATYPES)
 @settings(max_examples=60, deadline=None)
 @given(data=ARRAYS, count=st.integers(0, 3) | st.none())
