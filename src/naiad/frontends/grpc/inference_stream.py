@@ -50,9 +50,10 @@ class InferenceStream(Receiver):
         self._calls: set[_StreamCall] = set()
         #: Calls of ordinary models in the order of their requests; only the first one's responses go out.
         self._ordered: deque[_StreamCall] = deque()
-        #: Responses of which a thread writes the first, and their bytes, with those that wait for their turn.
+        #: Responses of which a thread writes the first, and their bytes; those of what waits for its turn.
         self._outbox: deque[bytes | _LargeResponse] = deque()
-        self._backlog = 0
+        self._outbox_size = 0
+        self._held_size = 0
         self._failure: NaiadError | None = None
         self._is_read = False
         self._is_stopping = False
@@ -80,7 +81,7 @@ class InferenceStream(Receiver):
 
     def room(self) -> None:
         """Begins the requests that wait, as far as the client reads."""
-        while self._inbox and not self._is_beginning and self._waiting() <= _OUTBOX_LIMIT:
+        while self._inbox and not self._is_beginning and self._unsent() <= _OUTBOX_LIMIT:
             message, is_compressed = self._inbox.popleft()
             self._stream.release(message)
             if not is_compressed:
@@ -157,14 +158,14 @@ class InferenceStream(Receiver):
             return
         if call.is_ordered and self._ordered[0] is not call:
             call.held.append(message)
-            self._backlog += len(message)
+            self._held_size += len(message)
         else:
             self._put(message)
-        if self._waiting() > MAX_BACKLOG:
+        if self._unsent() + self._held_size > MAX_BACKLOG:
             self._outbox.clear()
             for each in self._calls:
                 each.held.clear()
-            self._backlog = 0
+            self._outbox_size = self._held_size = 0
             self._stream.drop_waiting()
             self._fail(ResourceExhausted("the client reads the stream too slowly; it is ended"))
 
@@ -180,7 +181,7 @@ class InferenceStream(Receiver):
                 held = ordered[0].held
                 ordered[0].held = []
                 for message in held:
-                    self._backlog -= len(message)
+                    self._held_size -= len(message)
                     if self._failure is None:
                         self._put(message)
         self._end_if_done()
@@ -191,8 +192,9 @@ class InferenceStream(Receiver):
             self._fail(error)
         return self._strict
 
-    def _waiting(self) -> int:
-        return self._backlog + self._stream.waiting_bytes
+    def _unsent(self) -> int:
+        """Bytes of responses that could go out if the client read them."""
+        return self._outbox_size + self._stream.waiting_bytes
 
     # ---------------------------------------------------------------- of the answer
 
@@ -206,7 +208,7 @@ class InferenceStream(Receiver):
                 self._stream.send(message)
             return
         self._outbox.append(message)
-        self._backlog += len(message)
+        self._outbox_size += len(message)
         if len(self._outbox) == 1:
             self._tasks.run(self._stream, self._write_outbox)
 
@@ -221,7 +223,7 @@ class InferenceStream(Receiver):
             if not self._outbox:
                 return  # it has been given up meanwhile
             self._outbox.popleft()
-            self._backlog -= size
+            self._outbox_size -= size
             if data:
                 self._stream.send(packed, packed is not data)
         self.room()

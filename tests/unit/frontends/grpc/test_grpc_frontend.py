@@ -417,6 +417,24 @@ async def test_a_client_that_does_not_read_is_not_read_from(connect: Connect, mo
         assert [each.infer_response.id for each in responses] == [str(i) for i in range(50)]
 
 
+async def test_responses_that_wait_for_their_turn_hold_up_no_request(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream_module, "_OUTBOX_LIMIT", 1)
+    async with connect() as connection:
+        stream = connection.stub.ModelStreamInfer()
+        await stream.write(ask("held", id="1"))
+        first = await connection.engine.calls.get()
+        await stream.write(ask(id="2"))
+        await stream.write(ask("held", id="3"))
+        third = await connection.engine.calls.get()
+        third.echo()
+        first.echo()
+        await stream.done_writing()
+        assert [(await stream.read()).infer_response.id for _ in range(3)] == ["1", "2", "3"]
+        assert await stream.read() is aio.EOF
+
+
 # ---------------------------------------------------------------- everything else
 
 
