@@ -459,6 +459,7 @@ def grpc() -> Once:
         transport.written.clear()
         receive(b"".join([call() for _ in range(BATCH)]))
         await server.execute()
+        await turn()
         assert b"".join(transport.written).count(OK_TRAILERS) == BATCH
 
     return once

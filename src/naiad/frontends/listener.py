@@ -19,8 +19,8 @@ _LOOK_S = 5.0
 class Listener:
     """Accepts on an address; entered = listening, left = no new connections, requests finished.
 
-    `connect` makes the protocol of a new one, which keeps itself in `connections`. `what` names the listener in errors. `port` 0 is any; `bound_port` is the one taken. Requests that are not done
-    `grace_s` after the end began are dropped.
+    `connect` makes the protocol of a new one, which keeps itself in `connections`. `what` names the listener in errors.
+    `port` 0 is any; `bound_port` is the one taken. Requests that are not done `grace_s` after the end began are dropped.
     """
 
     def __init__(

@@ -9,7 +9,8 @@ from naiad.frontends.grpc.stream import MAX_MESSAGE, Message
 _WINDOW = {"gzip": zlib.MAX_WBITS | 16, "deflate": zlib.MAX_WBITS}
 #: What a client may send messages with.
 ENCODINGS = ("identity", "deflate", "gzip")
-#: From this size on, compressing a message is work for a thread; and decompressing one, which may become 1000 times as large.
+#: From this size on, compressing a message is work for a thread; and decompressing one, which may become 1000 times
+#: as large.
 LARGE = 64 * 1024
 LARGE_COMPRESSED = 4096
 
@@ -38,7 +39,8 @@ def compress(message: bytes, encoding: str) -> bytes:
 
 
 def choose(level: str, accepted: tuple[str, ...]) -> str:
-    """The encoding of answers for `--grpc-infer-response-compression-level`, as gRPC's C++ library chooses it; "" for none."""
+    """The encoding of answers for `--grpc-infer-response-compression-level`, as gRPC's C++ library chooses it; "" for
+    none."""
     possible = [encoding for encoding in ("gzip", "deflate") if encoding in accepted]
     if level == "none" or not possible:
         return ""

@@ -124,7 +124,7 @@ class Limits:
 
 
 class Connection:
-    """One of the `connections` of a listener: an asyncio.BufferedProtocol for uvloop, which does not ask for the type."""
+    """One of the `connections` of a listener: an asyncio.BufferedProtocol for uvloop, which asks for no type."""
 
     def __init__(self, application: Application, connections: OpenConnections, limits: Limits) -> None:
         self._application = application
@@ -143,7 +143,8 @@ class Connection:
         self._is_set = False
         #: What has come of a frame that is not complete.
         self._held = b""
-        # The frame of data under way: what is missing of it and of its padding, whose it is, and whether it is the last.
+        # The frame of data under way: what is missing of it and of its padding, whose it is, and whether it is the last
+        # one.
         self._data_left = 0
         self._padding_left = 0
         self._data_stream: Stream | None = None
@@ -444,7 +445,7 @@ class Connection:
     # ---------------------------------------------------------------- data
 
     def _begin_data(self, data: Message, at: int, size: int, flags: int, id: int) -> int:
-        """The frame's contents begin at `at`; where what follows its first byte, if that says how long its padding is, does."""
+        """The contents of a frame begin at `at`; what is returned is where its data do, behind the size of its padding."""
         padding = 0
         if flags & PADDED:
             if not size or data[at] >= size:
@@ -522,7 +523,7 @@ class Connection:
             stream.end()
 
     def grant(self, stream: Stream, count: int) -> None:
-        """So many bytes have been used: the client may send as many more, and is told so when half of the window is used,
+        """So many bytes have been used: the client may send as many more. It is told so when half of the window is used,
         unless messages wait to be taken."""
         stream.used += count
         if stream.receive_window < WINDOW // 2 and stream.held <= _HELD_BYTES and stream.used and stream.is_open:

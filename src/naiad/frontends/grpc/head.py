@@ -39,7 +39,7 @@ Metadata = tuple[tuple[str, str | bytes], ...]
 class Head:
     """What a call begins with.
 
-    `malformed` says why it is no request of HTTP/2, `error` why it is no call of gRPC, both "" for a good one; `timeout_s`
+    `malformed` says why it is no request of HTTP/2, `error` why no call of gRPC, both "" for a good one; `timeout_s`
     and `content_length` are -1 where there are none. `route` and `answer_encoding`, what answers are
     compressed with, are the application's: the same head will come again.
     """

@@ -279,8 +279,8 @@ class InferenceStream(Receiver):
 
 
 class RefusedStream(Receiver):
-    """A stream that ends with an error when its first message is there: clients of `grpc.aio` that are told before they have
-    sent it have an error of their own. Those that send nothing need not wait for long."""
+    """A stream that ends with an error when its first message is there: clients of `grpc.aio` that are told before they
+    have sent it have an error of their own. Those that send nothing need not wait for long."""
 
     def __init__(self, stream: Stream, error: NaiadError) -> None:
         self._stream = stream
