@@ -416,7 +416,7 @@ class Connection:
             elif kind == DATA:
                 if flags & PADDED and end - at == FRAME_SIZE and size:
                     break
-                at = self._begin_data(data, at + FRAME_SIZE, size, flags, id)
+                at = self._begin_data(data, at + FRAME_SIZE, end, size, flags, id)
                 continue
             elif kind > CONTINUATION:
                 self._skipped = size
@@ -444,8 +444,8 @@ class Connection:
 
     # ---------------------------------------------------------------- data
 
-    def _begin_data(self, data: Message, at: int, size: int, flags: int, id: int) -> int:
-        """The contents of a frame begin at `at`; what is returned is where its data do, behind the size of its padding."""
+    def _begin_data(self, data: Message, at: int, end: int, size: int, flags: int, id: int) -> int:
+        """The frame's contents begin at `at`. It is taken at once if all of it is there; what is returned is where to go on."""
         padding = 0
         if flags & PADDED:
             if not size or data[at] >= size:
@@ -475,6 +475,9 @@ class Connection:
             if stream.receive_window < 0:
                 self.reset(stream, FLOW_CONTROL_ERROR)
                 stream = None
+            elif not flags & PADDED and end - at >= size:
+                self._take_data(stream, data, at, size, flags & END_STREAM != 0)
+                return at + size
             elif padding:
                 self.grant(stream, padding + 1)
         self._padding_left = padding
@@ -484,6 +487,18 @@ class Connection:
         if not self._data_left and not self._padding_left:
             self._end_data()
         return at
+
+    def _take_data(self, stream: Stream, data: Message, at: int, size: int, ends: bool) -> None:
+        """A frame as nearly all are: without padding, and all of it is there."""
+        # An answer in this turn shall find that these were the last bytes.
+        stream.is_ended = ends
+        stream.feed(data, at, at + size)
+        if not stream.is_open:
+            return
+        if ends:
+            stream.end()
+        else:
+            self.grant(stream, size)
 
     def _receive_data(self, data: Message, at: int, end: int) -> int:
         """Takes what is there of the frame of data under way; where it ends, or the bytes do."""
@@ -589,10 +604,14 @@ class Connection:
         if depends_on_itself:
             self._fail(PROTOCOL_ERROR, b"a stream that depends on itself")
             return
-        self._block_stream = id
-        self._block_size = 0
         self._block_ends = flags & END_STREAM != 0
-        self._continue_head(flags, content[start : len(content) - padding])
+        block = content[start : len(content) - padding]
+        if flags & END_HEADERS:
+            self._decode_head(id, block)
+        else:
+            self._block_stream = id
+            self._block_size = 0
+            self._continue_head(flags, block)
 
     def _continue_head(self, flags: int, content: bytes) -> None:
         self._block.append(content)
@@ -600,15 +619,18 @@ class Connection:
         if self._block_size > _MAX_BLOCK:
             self._fail(ENHANCE_YOUR_CALM, b"a head is too large")
         elif flags & END_HEADERS:
-            block = self._block[0] if len(self._block) == 1 else b"".join(self._block)
+            block = b"".join(self._block)
             self._block.clear()
             id, self._block_stream = self._block_stream, 0
-            try:
-                head = self._decoder.decode(block)
-            except Exception as error:
-                self._fail(COMPRESSION_ERROR, str(error).encode()[:200])
-            else:
-                self._begin(id, head)
+            self._decode_head(id, block)
+
+    def _decode_head(self, id: int, block: bytes) -> None:
+        try:
+            head = self._decoder.decode(block)
+        except Exception as error:
+            self._fail(COMPRESSION_ERROR, str(error).encode()[:200])
+        else:
+            self._begin(id, head)
 
     def _begin(self, id: int, head: Head) -> None:
         stream = self._streams.get(id)
