@@ -182,6 +182,8 @@ class Client:
         self._block: bytearray | None = None
         #: Gives back the window of what it receives.
         self.refills = False
+        #: Answers pings.
+        self.is_alive = True
         #: After an error of the connection it sends no more, so that the server need not wait for what is on its way.
         self.hangs_up = True
         self.answers: dict[int, Answer] = {}
@@ -306,6 +308,8 @@ class Client:
                     self.settings |= frame.settings
             case PingFrame():
                 (self.pongs if "ACK" in frame.flags else self.pings).append(frame.opaque_data)
+                if self.is_alive and "ACK" not in frame.flags:
+                    self.send(PingFrame(opaque_data=frame.opaque_data, flags=["ACK"]))
             case WindowUpdateFrame():
                 self.window[frame.stream_id] = self.window.get(frame.stream_id, 0) + frame.window_increment
             case GoAwayFrame():
@@ -367,9 +371,11 @@ async def turns(count: int) -> None:
 
 
 @asynccontextmanager
-async def connected(port: int, initial: dict[int, int] | None = None, handshake: bool = True) -> AsyncIterator[Client]:
-    """A connection on which the settings of both sides are known to both."""
-    client = await Client.connect(port)
+async def connected(
+    port: int, initial: dict[int, int] | None = None, handshake: bool = True, **options: Any
+) -> AsyncIterator[Client]:
+    """A connection on which the settings of both sides are known to both. `options` are asyncio's."""
+    client = await Client.connect(port, **options)
     try:
         if handshake:
             client.send(PREFACE, settings(initial or {}))
