@@ -165,11 +165,12 @@ class HeaderDecoder:
         head = self._known.get(block)
         if head is not None:
             return head
-        table = self._decoder.header_table
-        before = (len(table.dynamic_entries), table.dynamic_entries[0] if table.dynamic_entries else None)
+        # Any: compiled, a tuple of a known kind is another one each time it is looked at.
+        entries: Any = self._decoder.header_table.dynamic_entries
+        count = len(entries)
+        newest: Any = entries[0] if count else None
         head = Head([(bytes(pair[0]), bytes(pair[1])) for pair in self._decoder.decode(block, raw=True)])
-        entries = table.dynamic_entries
-        if len(entries) != before[0] or (entries and entries[0] is not before[1]):
+        if len(entries) != count or (count and entries[0] is not newest):
             # The same bytes mean something else from now on.
             self._known.clear()
         elif len(block) <= _KEPT_BLOCK_SIZE and not (block and block[0] & _SIZE_UPDATE_MASK == _SIZE_UPDATE):
