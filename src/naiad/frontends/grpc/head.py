@@ -9,7 +9,7 @@ import binascii
 import re
 from typing import Any
 
-from hpack import Decoder
+from hpack import Decoder, HPACKDecodingError
 
 #: The header list of a call may not be larger (RFC 9113, 6.5.2: with 32 bytes for each pair).
 MAX_HEADER_LIST = 64 * 1024
@@ -165,6 +165,9 @@ class HeaderDecoder:
         head = self._known.get(block)
         if head is not None:
             return head
+        changes_size = len(block) > 0 and block[0] & _SIZE_UPDATE_MASK == _SIZE_UPDATE
+        if changes_size:
+            _check_size_updates(block)
         # Any: compiled, a tuple of a known kind is another one each time it is looked at.
         entries: Any = self._decoder.header_table.dynamic_entries
         count = len(entries)
@@ -173,11 +176,25 @@ class HeaderDecoder:
         if len(entries) != count or (count and entries[0] is not newest):
             # The same bytes mean something else from now on.
             self._known.clear()
-        elif len(block) <= _KEPT_BLOCK_SIZE and not (block and block[0] & _SIZE_UPDATE_MASK == _SIZE_UPDATE):
+        elif len(block) <= _KEPT_BLOCK_SIZE and not changes_size:
             if len(self._known) >= _KEPT_BLOCKS:
                 self._known.clear()
             self._known[block] = head
         return head
+
+
+def _check_size_updates(block: bytes) -> None:
+    """A block begins with two at most (RFC 7541, 4.2). `hpack` takes any number, and its time for each."""
+    at = 0
+    for _ in range(3):
+        if at == len(block) or block[at] & _SIZE_UPDATE_MASK != _SIZE_UPDATE:
+            return
+        is_longer = block[at] & 0x1F == 0x1F
+        at += 1
+        while is_longer and at < len(block):
+            is_longer = block[at] & 0x80 != 0
+            at += 1
+    raise HPACKDecodingError("the size of the table changes more than twice")
 
 
 # ---------------------------------------------------------------- answers

@@ -698,6 +698,8 @@ HPACK: dict[str, bytes] = {
     "value of 2^31": b"\x40\x01a\x7f\x80\xff\xff\xff\x07",
     "table larger than allowed": b"\x3f\xe2\x1f" + GOOD,
     "table of 2^31": b"\x3f\xe1\xff\xff\xff\x07" + GOOD,
+    "three table sizes": b"\x20\x3f\xe1\x1f\x20" + GOOD,
+    "table sizes without end": b"\x20" * 16000 + GOOD,
     "table size after a field": GOOD + b"\x20",
     "table size between fields": GOOD[:1] + b"\x20" + GOOD[1:],
     "huffman: padding longer than 7 bits": b"\x00\x85\xf2\xb2\x4a\x84\xff\x84\x49\x50\x9f\xff",
@@ -747,7 +749,8 @@ async def test_fields_in_every_representation(client: Client) -> None:
         b"\x00" + bytes([len(name)]) + name + bytes([len(value)]) + value
         for name, value in ((name.encode(), value.encode()) for name, value in request())  # type: ignore[union-attr]
     )
-    for stream, fields in ((1, plain), (3, unindexed), (5, Encoder().encode(request(), huffman=False))):
+    blocks = (plain, unindexed, Encoder().encode(request(), huffman=False), b"\x20\x3f\xe1\x1f" + GOOD, b"\x20" + plain)
+    for stream, fields in zip(range(1, 11, 2), blocks, strict=True):
         client.send(headers(stream, fields), data(stream, message(ask()), True))
         assert (await client.answer(stream)).status == "grpc-status 0"
 
