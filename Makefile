@@ -87,7 +87,7 @@ soak: $(DEMO_INSTALLED)
 
 fuzz: env
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[fuzz]'
-	for target in json generate proto http; do $(BIN)/python tools/fuzz.py $$target --minutes=$(FUZZ_MINUTES) $(FUZZ) || exit 1; done
+	for target in json generate proto http http2; do $(BIN)/python tools/fuzz.py $$target --minutes=$(FUZZ_MINUTES) $(FUZZ) || exit 1; done
 
 bench: $(COMPILED_INSTALLED)
 	$(COMPILED)/bin/python -m benchmarks $(BENCH)

@@ -6,6 +6,7 @@ A reader may refuse with a NaiadError; anything else it raises is a finding, as 
     generate  the generate extension, the same
     proto     gRPC inference: large messages are split by hand, and must mean what the protobuf library reads in them
     http      an HTTP/1.1 connection: how the bytes are cut into packets must not matter
+    http2     an HTTP/2 connection of gRPC, from its first settings on: the same
 
 The corpus of each is kept in a folder of its own, so that a run goes on where the last one ended. An input that fails
 is written beside it. Exits with libFuzzer's status, not 0 after a finding.
@@ -24,7 +25,11 @@ from typing import Any
 
 import atheris
 
-with atheris.instrument_imports(include=["naiad.protocol", "naiad.frontends.http", "naiad.models.check"]):
+with atheris.instrument_imports(include=["naiad.protocol", "naiad.frontends", "naiad.models.check", "hpack"]):
+    from naiad.frontends.connections import OpenConnections
+    from naiad.frontends.grpc import connection as http2
+    from naiad.frontends.grpc import frames, head
+    from naiad.frontends.grpc import stream as streams
     from naiad.frontends.http.connection import Connection, Connections, Exchange
     from naiad.models.check import RequestCheck
     from naiad.protocol import generate_codec, json_codec, outputs, proto_codec
@@ -206,10 +211,80 @@ def fuzz_http(data: bytes) -> None:
     step, data = (data[0] % 64 + 1, data[1:]) if data else (1, data)
     whole = _LOOP.run_until_complete(_serve([data]))
     parts = _LOOP.run_until_complete(_serve([data[at : at + step] for at in range(0, len(data), step)]))
-    # What follows a chunked body in the same packet is not taken up, so one run may end before the other.
-    for one, other in zip(whole, parts, strict=True):
-        length = min(len(one), len(other))
-        assert one[:length] == other[:length], f"packets of {step} bytes make {other} of {one}"
+    assert whole == parts, f"packets of {step} bytes make {parts} of {whole}"
+
+
+class _Calls(streams.Application):
+    """Answers each message of /echo with itself, of /later in a later turn, and refuses all other calls."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[Any, ...]] = []
+
+    def begin(self, stream: streams.Stream) -> None:
+        self.seen.append((stream.id, stream.head.path, stream.head.metadata))
+        if stream.head.path in ("/echo", "/later"):
+            stream.receiver = _Call(self, stream)
+        else:
+            stream.fail(12, "")
+
+
+class _Call(streams.Receiver):
+    def __init__(self, calls: _Calls, stream: streams.Stream) -> None:
+        self._calls = calls
+        self._stream = stream
+
+    def received(self, message: bytes | memoryview, is_compressed: bool) -> None:
+        self._calls.seen.append((self._stream.id, bytes(message), is_compressed))
+        if self._stream.head.path == "/later":
+            asyncio.get_running_loop().call_soon(self._stream.send, bytes(message))
+        else:
+            self._stream.send(bytes(message))
+
+    def ended(self) -> None:
+        self._calls.seen.append((self._stream.id, "ended"))
+        self._stream.finish(head.OK_TRAILERS)
+
+    def left(self) -> None:
+        self._calls.seen.append((self._stream.id, "left"))
+
+
+class _GrpcTransport(_Transport):
+    def set_write_buffer_limits(self, high: int) -> None:
+        pass
+
+    def writelines(self, parts: list[bytes | memoryview]) -> None:
+        self.write(b"".join(parts))
+
+
+async def _serve_grpc(packets: list[bytes]) -> list[tuple[Any, ...]]:
+    """What is seen of calls, up to what ends the connection."""
+    calls = _Calls()
+    limits = http2.Limits(7200, 20, False, 2, 300, 2, None, None)
+    connection = http2.Connection(calls, OpenConnections(), limits)
+    transport = _GrpcTransport(connection)
+    connection.connection_made(transport)
+    for packet in packets:
+        while packet and not transport.is_closing:
+            buffer = connection.get_buffer(-1)
+            count = min(len(buffer), len(packet))
+            assert count, "the connection asks for no bytes"
+            buffer[:count] = packet[:count]
+            packet = packet[count:]
+            connection.buffer_updated(count)
+    seen = [each for each in calls.seen if each[1] != "left"]
+    await asyncio.sleep(0)
+    connection.connection_lost(None)
+    begun = {each[0] for each in seen}
+    assert begun >= {each[0] for each in calls.seen}, "a call is left that has not begun"
+    return seen
+
+
+def fuzz_http2(data: bytes) -> None:
+    step, data = (data[0] % 64 + 1, data[1:]) if data else (1, data)
+    data = frames.PREFACE + frames.frame(frames.SETTINGS, 0, 0, b"") + data
+    whole = _LOOP.run_until_complete(_serve_grpc([data]))
+    parts = _LOOP.run_until_complete(_serve_grpc([data[at : at + step] for at in range(0, len(data), step)]))
+    assert whole == parts, f"packets of {step} bytes make {parts} of {whole}"
 
 
 _LOOP = asyncio.new_event_loop()
@@ -281,11 +356,40 @@ def _http_seeds() -> list[bytes]:
     ]
 
 
+def _http2_seeds() -> list[bytes]:
+    def call(stream: int, path: bytes, *more: tuple[bytes, bytes], flags: int = frames.END_HEADERS) -> bytes:
+        pairs = [(b":method", b"POST"), (b":scheme", b"http"), (b":path", path), (b"te", b"trailers"), *more]
+        block = b"".join([head.literal(*pair) for pair in pairs])
+        return frames.frame(frames.HEADERS, flags, stream, block)
+
+    def message(stream: int, content: bytes, flags: int = frames.END_STREAM) -> bytes:
+        return frames.frame(frames.DATA, flags, stream, frames.PREFIX.pack(0, len(content)) + content)
+
+    number = frames.NUMBER.pack
+    padded = frames.frame(
+        frames.DATA, frames.PADDED | frames.END_STREAM, 1, b"\2" + frames.PREFIX.pack(1, 1) + b"x\0\0"
+    )
+    return [
+        b"\0" + call(1, b"/echo") + message(1, b"abc") + call(3, b"/later") + message(3, b"d", 0) + message(3, b""),
+        b"\7" + call(1, b"/echo", (b"grpc-timeout", b"5S"), (b"x-bin", b"AAE")) + padded,
+        b"\3" + call(1, b"/none") + frames.frame(frames.PING, 0, 0, bytes(8)) + frames.frame(9, 0, 1, b""),
+        b"\1" + call(1, b"/echo", flags=0) + frames.frame(frames.CONTINUATION, frames.END_HEADERS, 1, b""),
+        b"\5" + frames.frame(frames.WINDOW_UPDATE, 0, 0, number(9)) + call(1, b"/later") + message(1, b"x" * 99),
+        b"\x09"
+        + frames.frame(frames.SETTINGS, 0, 0, frames.SETTING.pack(frames.INITIAL_WINDOW_SIZE, 3))
+        + call(1, b"/echo")
+        + message(1, b"12345", 0)
+        + frames.frame(frames.RST_STREAM, 0, 1, number(8))
+        + frames.frame(frames.GOAWAY, 0, 0, bytes(8)),
+    ]
+
+
 _TARGETS: dict[str, tuple[Callable[[bytes], None], Callable[[], list[bytes]]]] = {
     "json": (fuzz_json, _json_seeds),
     "generate": (fuzz_generate, _generate_seeds),
     "proto": (fuzz_proto, _proto_seeds),
     "http": (fuzz_http, _http_seeds),
+    "http2": (fuzz_http2, _http2_seeds),
 }
 
 
