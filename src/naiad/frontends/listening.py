@@ -21,8 +21,6 @@ from naiad.telemetry.trace import TraceSettings
 
 #: So many objects more than before make the garbage collector look at the youngest.
 _GC_THRESHOLD = 20_000
-
-
 #: Parameters of glibc's mallopt(3), and their values: memory of freed tensors is kept for the next ones up to so much.
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3

@@ -123,9 +123,6 @@ class UnaryCall(Receiver):
         if not self.is_begun:
             fail(self.stream, Internal("the call has no message"))
 
-    def room(self) -> None:
-        pass
-
 
 class ManagementCall(UnaryCall):
     """A call that is no inference. It goes on when its client leaves: half a load is of use to nobody."""

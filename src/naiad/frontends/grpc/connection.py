@@ -161,11 +161,14 @@ class Connection:
         self._receive_window = _CONNECTION_WINDOW
         self.send_window = FIRST_WINDOW
         self._first_window = FIRST_WINDOW
+        #: No stream has been granted more, some may have been.
+        self._most_granted = 0
         self._max_frame: int = SMALLEST_MAX_FRAME
         #: Streams of whose answers something waits for a window or for the transport, in their order.
         self._waiting: dict[int, Stream] = {}
         #: Streams that we have ended before their client has.
         self._left: dict[int, None] = {}
+        self._is_pumping = False
         self._is_paused = False
         self._is_finishing = False
         self._is_over = False
@@ -651,7 +654,7 @@ class Connection:
         elif len(self._streams) >= _MAX_STREAMS:
             self._reset_id(id, REFUSED_STREAM)
         else:
-            stream = self._streams[id] = Stream(self, id, head, self._first_window)
+            stream = self._streams[id] = Stream(self, id, head)
             self._application.begin(stream)
             if self._block_ends and stream.is_open:
                 stream.end()
@@ -687,11 +690,11 @@ class Connection:
                 if value > LARGEST_WINDOW:
                     self._fail(FLOW_CONTROL_ERROR, b"a window is too large")
                     return
-                change = value - self._first_window
+                # The windows of all streams change with it, whose number thus costs nothing.
                 self._first_window = value
-                for stream in self._streams.values():
-                    stream.send_window += change
-                    if stream.send_window > LARGEST_WINDOW:
+                if value + self._most_granted > LARGEST_WINDOW:
+                    self._most_granted = max([stream.granted for stream in self._streams.values()], default=0)
+                    if value + self._most_granted > LARGEST_WINDOW:
                         self._fail(FLOW_CONTROL_ERROR, b"a window is too large")
                         return
             elif key == MAX_FRAME_SIZE:
@@ -703,7 +706,7 @@ class Connection:
                 self._fail(PROTOCOL_ERROR, b"ENABLE_PUSH is 0 or 1")
                 return
         self._write(frame(SETTINGS, ACK, 0, b""))
-        self._pump_all()
+        self._pump_soon()
 
     def _pong(self, flags: int, id: int, content: bytes) -> None:
         if id or len(content) != 8:
@@ -737,17 +740,18 @@ class Connection:
             elif self.send_window > LARGEST_WINDOW:
                 self._fail(FLOW_CONTROL_ERROR, b"a window is too large")
             else:
-                self._pump_all()
+                self._pump_soon()
             return
         stream = self._streams.get(id)
         if stream is None:
             if id > self._last_id or not id & 1:
                 self._fail(PROTOCOL_ERROR, b"a window of a stream that has not begun")
             return
-        stream.send_window += count
+        stream.granted += count
+        self._most_granted = max(self._most_granted, stream.granted)
         if not count:
             self.reset(stream, PROTOCOL_ERROR)
-        elif stream.send_window > LARGEST_WINDOW:
+        elif self._window_of(stream) > LARGEST_WINDOW:
             self.reset(stream, FLOW_CONTROL_ERROR)
         elif stream.waiting_bytes:
             self.pump(stream)
@@ -757,14 +761,20 @@ class Connection:
     def has_room(self, stream: Stream, size: int) -> bool:
         """Whether so many bytes can be sent in one frame, at once."""
         return (
-            size <= self._max_frame and size <= self.send_window and size <= stream.send_window and not self._is_paused
+            size <= self._max_frame
+            and size <= self.send_window
+            and size <= self._window_of(stream)
+            and not self._is_paused
         )
+
+    def _window_of(self, stream: Stream) -> int:
+        return self._first_window + stream.granted
 
     def pump(self, stream: Stream) -> None:
         """Sends what can be sent of an answer."""
         size = 0
         while stream.waiting_bytes and not self._is_paused and size < _WRITE_LIMIT:
-            limit = min(self._max_frame, self.send_window, stream.send_window)
+            limit = min(self._max_frame, self.send_window, self._window_of(stream))
             if limit <= 0:
                 break
             if not self._outgoing:
@@ -772,7 +782,7 @@ class Connection:
             count = stream.take_frame(limit, self._outgoing)
             self._outgoing_size += FRAME_SIZE + count
             self.send_window -= count
-            stream.send_window -= count
+            stream.granted -= count
             size += count
         if size:
             self._note_answer()
@@ -783,7 +793,7 @@ class Connection:
             self._waiting[stream.id] = stream
             if size >= _WRITE_LIMIT and not self._is_paused:
                 # All of it is out already: who waits for the same comes before it goes on.
-                self._loop.call_soon(self._pump_all)
+                self._pump_soon()
             return
         if trailers := stream.ending():
             self.write_answer(head_frames(stream.id, trailers, END_STREAM))
@@ -793,14 +803,22 @@ class Connection:
             if stream.receiver is not None:
                 stream.receiver.room()
 
+    def _pump_soon(self) -> None:
+        """Once for all that comes in this turn: many streams may wait, and clients may send many small grants."""
+        if self._waiting and not self._is_pumping:
+            self._is_pumping = True
+            self._loop.call_soon(self._pump_all)
+
     def _pump_all(self) -> None:
-        if self._waiting and not self._is_paused:
-            for stream in list(self._waiting.values()):
-                if stream.is_open:
-                    # To the end of those that wait.
-                    del self._waiting[stream.id]
-                    self._waiting[stream.id] = stream
-                    self.pump(stream)
+        self._is_pumping = False
+        for stream in list(self._waiting.values()):
+            if self._is_paused:
+                return
+            if stream.is_open:
+                # To the end of those that wait.
+                del self._waiting[stream.id]
+                self._waiting[stream.id] = stream
+                self.pump(stream)
 
     def reset(self, stream: Stream, code: int) -> None:
         """An error of a stream: nothing more of it comes or goes (5.4.2)."""

@@ -32,7 +32,7 @@ _GRPC = "application/grpc"
 #: How far the age of connections varies, so that those of a moment do not all end in one.
 _AGE_JITTER = 0.1
 
-
+#: What begins the calls of a path.
 Begin = Callable[[Stream], None]
 
 

@@ -93,6 +93,7 @@ class Stream:
         "_received",
         "_trailers",
         "connection",
+        "granted",
         "head",
         "held",
         "id",
@@ -102,12 +103,11 @@ class Stream:
         "is_taken_in_turn",
         "receive_window",
         "receiver",
-        "send_window",
         "used",
         "waiting_bytes",
     )
 
-    def __init__(self, connection: "Connection", id: int, head: Head, send_window: int) -> None:
+    def __init__(self, connection: "Connection", id: int, head: Head) -> None:
         self.connection = connection
         self.id = id
         self.head = head
@@ -120,7 +120,8 @@ class Stream:
         self.is_begun = False
         #: Messages wait to be taken one after the other: as long as there are many, no more are asked for.
         self.is_taken_in_turn = False
-        self.send_window = send_window
+        #: What the client grants of answers beyond the window that all its streams begin with, less what is out.
+        self.granted = 0
         #: What the client may still send; what we have used of it since it was told so; messages that wait to be taken.
         self.receive_window = WINDOW
         self.used = 0
@@ -245,6 +246,7 @@ class Stream:
     def _break_off(self, code: int, details: str) -> None:
         """Ends the answer with an error that the receiver has not found itself, and knows nothing of."""
         receiver = self.receiver
+        self.drop_waiting()
         self.fail(code, details)
         if receiver is not None:
             receiver.left()

@@ -901,7 +901,8 @@ async def test_a_new_initial_window_size_counts_for_what_is_queued(server: Serve
             ([settings({4: 0})], 12),
             ([window(1, 12)], 12),
             ([window(1, 1)], 13),
-            ([settings({4: 5}), settings({4: 3})], 18),  # 5 more are allowed, then 2 of them are taken back
+            ([settings({4: 5})], 18),
+            ([settings({4: 3})], 18),  # 2 of the 5 are taken back
             ([window(1, 1)], 18),
             ([window(1, 1)], 18),
             ([window(1, 1)], 19),
@@ -912,9 +913,30 @@ async def test_a_new_initial_window_size_counts_for_what_is_queued(server: Serve
         ):
             client.send(*steps)
             await client.pong()
+            await client.pong()  # what has room after all that has come is sent behind the first one
             assert len(answer.content) >= length if length == 20 else len(answer.content) == length, steps
         client.send(settings({4: 65535}))
         assert (await client.answer()).tensor == b"abcdefgh"
+
+
+async def test_grants_cost_the_same_however_many_streams_wait(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[int] = []
+    pump = connection.Connection.pump
+
+    def counted(self: connection.Connection, waiting: Any) -> None:
+        looked.append(waiting.id)
+        pump(self, waiting)
+
+    async with connected(server.port, {SettingsFrame.INITIAL_WINDOW_SIZE: 0}) as client:
+        for number in range(1, 101, 2):
+            client.send(call(number))
+        await client.pong()
+        await client.pong()
+        monkeypatch.setattr(connection.Connection, "pump", counted)
+        client.send(*[window(0, 1) for _ in range(500)], *[settings({4: 0}) for _ in range(500)])
+        await client.pong()
+        await client.pong()
+        assert 50 <= len(looked) <= 50 * 20, "not each of the 1,000 frames looks at the 50 streams"
 
 
 async def test_a_new_initial_window_size_does_not_count_for_the_connection(server: Server) -> None:
