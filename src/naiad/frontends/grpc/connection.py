@@ -366,7 +366,6 @@ class Connection:
         if self._in_place and stream is not None:
             self._data_left -= count
             self._note_end(stream)
-            stream.count_in_place(count)
             stream.filled(count)
             self.grant(stream, count)
             self._set_in_place()
@@ -475,6 +474,7 @@ class Connection:
             stream = None
         else:
             stream.receive_window -= size
+            stream.received += size - padding - (1 if flags & PADDED else 0)
             if stream.receive_window < 0:
                 self.reset(stream, FLOW_CONTROL_ERROR)
                 stream = None
@@ -712,10 +712,14 @@ class Connection:
         if id or len(content) != 8:
             self._fail(PROTOCOL_ERROR if id else FRAME_SIZE_ERROR, b"a ping has eight bytes and no stream")
             return
-        if flags & ACK:
-            self._is_awaiting_pong = False
-            return
         limits = self._limits
+        if flags & ACK:
+            if self._is_awaiting_pong and self._keepalive is not None:
+                # It has answered in time: from now on it may be silent again.
+                self._is_awaiting_pong = self._has_received = False
+                self._keepalive.cancel()
+                self._keepalive = self._loop.call_later(limits.keepalive_s, self._look_alive)
+            return
         now = monotonic()
         interval_s = limits.ping_interval_s
         if not self._streams and not limits.keepalive_always:

@@ -90,7 +90,6 @@ class Stream:
         "_out",
         "_out_at",
         "_prefix",
-        "_received",
         "_trailers",
         "connection",
         "granted",
@@ -102,6 +101,7 @@ class Stream:
         "is_open",
         "is_taken_in_turn",
         "receive_window",
+        "received",
         "receiver",
         "used",
         "waiting_bytes",
@@ -126,7 +126,8 @@ class Stream:
         self.receive_window = WINDOW
         self.used = 0
         self.held = 0
-        self._received = 0
+        #: Bytes of data, of frames that have begun.
+        self.received = 0
         # The message under way: its prefix as far as it is there, then where it goes.
         self._prefix = b""
         self._compressed = False
@@ -154,7 +155,6 @@ class Stream:
 
     def feed(self, data: Message, at: int, end: int) -> None:
         """Takes the bytes from `at` to `end`."""
-        self._received += end - at
         if not self._prefix and self._message is None and end - at >= PREFIX_SIZE:
             # A message in one frame, as nearly all are.
             is_compressed, size = PREFIX.unpack_from(data, at)
@@ -213,9 +213,6 @@ class Stream:
         """How many bytes of the message under way are missing; 0 where there is none."""
         return 0 if self._message is None else self._expected - self._filled
 
-    def count_in_place(self, count: int) -> None:
-        self._received += count
-
     def _deliver(self, message: Message, is_compressed: bool) -> None:
         receiver = self.receiver
         if receiver is not None:
@@ -229,7 +226,7 @@ class Stream:
         expected = self.head.content_length
         if self._prefix or self._message is not None:
             self._break_off(_INTERNAL, "the call ends in the middle of a message")
-        elif expected >= 0 and expected != self._received:
+        elif expected >= 0 and expected != self.received:
             self.connection.reset(self, PROTOCOL_ERROR)
         elif self.receiver is not None:
             self.receiver.ended()
