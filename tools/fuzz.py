@@ -173,6 +173,16 @@ class _Transport:
         self.is_paused = False
 
 
+def _receive(connection: Connection | http2.Connection, packet: bytes) -> bytes:
+    """Gives a connection what it takes at once of a packet; the rest."""
+    buffer = connection.get_buffer(-1)
+    count = min(len(buffer), len(packet))
+    assert count, "the connection asks for no bytes"
+    buffer[:count] = packet[:count]
+    connection.buffer_updated(count)
+    return packet[count:]
+
+
 async def _serve(packets: list[bytes]) -> tuple[list[tuple[str, str, bytes]], list[bytes]]:
     """(the requests that were handled, the statuses of the answers)"""
     application = _Application()
@@ -184,12 +194,7 @@ async def _serve(packets: list[bytes]) -> tuple[list[tuple[str, str, bytes]], li
             if transport.is_paused:
                 await asyncio.sleep(0)
                 continue
-            buffer = connection.get_buffer(-1)
-            count = min(len(buffer), len(packet))
-            assert count, "the connection asks for no bytes"
-            buffer[:count] = packet[:count]
-            packet = packet[count:]
-            connection.buffer_updated(count)
+            packet = _receive(connection, packet)
         await asyncio.sleep(0)
     is_answered_to_its_end = transport.is_closing or connection.eof_received()
     if not is_answered_to_its_end:
@@ -265,12 +270,7 @@ async def _serve_grpc(packets: list[bytes]) -> list[tuple[Any, ...]]:
     connection.connection_made(transport)
     for packet in packets:
         while packet and not transport.is_closing:
-            buffer = connection.get_buffer(-1)
-            count = min(len(buffer), len(packet))
-            assert count, "the connection asks for no bytes"
-            buffer[:count] = packet[:count]
-            packet = packet[count:]
-            connection.buffer_updated(count)
+            packet = _receive(connection, packet)
     seen = [each for each in calls.seen if each[1] != "left"]
     await asyncio.sleep(0)
     connection.connection_lost(None)

@@ -349,6 +349,7 @@ class _TraceFile:
         #: So much of the whole file is written.
         self._size = 0
         self._waiting: deque[tuple[bytes, bool]] = deque()
+        self._waiting_size = 0
         self._reason: str | None = None
         self._thread: ThreadPoolExecutor | None = None
 
@@ -366,9 +367,14 @@ class _TraceFile:
 
     def _write(self, text: bytes, indexed: bool) -> None:
         self._waiting.append((text, indexed))
+        self._waiting_size += len(text)
         self._write_waiting()
-        while sum(len(text) for text, _ in self._waiting) > _LARGEST_FILE:
-            self._waiting.popleft()
+        while self._waiting_size > _LARGEST_FILE:
+            self._drop_first()
+
+    def _drop_first(self) -> None:
+        text, _ = self._waiting.popleft()
+        self._waiting_size -= len(text)
 
     def _write_waiting(self) -> None:
         try:
@@ -378,7 +384,7 @@ class _TraceFile:
                     self._write_indexed(text)
                 else:
                     self._write_whole(text)
-                self._waiting.popleft()
+                self._drop_first()
             self._reason = None
         except OSError as error:
             if self._reason != error.strerror:
