@@ -438,7 +438,7 @@ class ServerOptions:
     )
     busy_poll_us: int = _server(
         "--busy-poll-us",
-        500,
+        1000,
         "How long, in microseconds, the server and the processes of models look for each other's messages before they "
         "sleep, where such a message came as soon last time: answers come sooner, for more CPU time. 0: not at all, "
         "which is also so on a single core.",

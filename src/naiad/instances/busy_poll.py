@@ -2,7 +2,7 @@
 
 Who sleeps is woken late: a core that has gone idle takes some 5 us to come back, 25 to 50 on a virtual machine, and a
 batch needs two such wake-ups. So whoever expects something soon, as it came soon last time, looks for it again and
-again instead, lets others have the core between two looks, and leaves it to them for a while if they want it for long.
+again instead, lets others have the core between two looks, and leaves it to them for a while if they want much of it.
 """
 
 import asyncio
@@ -14,9 +14,17 @@ from typing import Any
 
 #: A look that takes longer has had to wait for others, who are at more than a message.
 _TAKEN_NS = 300_000
+#: Of what others take, one part in so many of the time is no matter, nor are short bursts: a client reads many answers.
+_SPARED_PART = 10
+_SPARED_NS = 2_000_000
 _FIRST_PAUSE_NS = 50_000_000
 _LAST_PAUSE_NS = 2_000_000_000
 _NEVER_NS = 1 << 62
+#: What takes up to so many windows may come within one where nobody sleeps on its way, which is tried this often, and
+#: once more so often when it has not. Else a chain of processes that has once fallen asleep would stay so.
+_LATE_WINDOWS = 4
+_TRIES = 8
+_TRIES_EVERY = 64
 
 
 class BusyPoll:
@@ -26,7 +34,17 @@ class BusyPoll:
     waits awake, and where there are several of them none does: the interpreter would be taken from the others.
     """
 
-    __slots__ = ("_clock", "_pause_ns", "_resume_ns", "_yield", "executing_threads", "thread", "window_ns")
+    __slots__ = (
+        "_clock",
+        "_pause_ns",
+        "_resume_ns",
+        "_taken_at_ns",
+        "_taken_ns",
+        "_yield",
+        "executing_threads",
+        "thread",
+        "window_ns",
+    )
 
     def __init__(
         self,
@@ -40,6 +58,9 @@ class BusyPoll:
         self.thread = 0
         self._yield = yield_core
         self._clock = clock
+        #: What others have taken and when that was, less what they are spared.
+        self._taken_ns = 0
+        self._taken_at_ns = 0
         self._pause_ns = 0
         #: When it may next; pauses are doubled as long as others are found there.
         self._resume_ns = 0 if window_ns else _NEVER_NS
@@ -52,20 +73,26 @@ class BusyPoll:
         self._yield()
         then = self._clock()
         if then - now > _TAKEN_NS:
-            self._pause_ns = min(max(2 * self._pause_ns, _FIRST_PAUSE_NS), _LAST_PAUSE_NS)
-            self._resume_ns = then + self._pause_ns
+            spared = (then - self._taken_at_ns) // _SPARED_PART
+            self._taken_ns = max(0, self._taken_ns - spared) + then - now
+            self._taken_at_ns = then
+            if self._taken_ns > _SPARED_NS:
+                self._taken_ns = 0
+                self._pause_ns = min(max(2 * self._pause_ns, _FIRST_PAUSE_NS), _LAST_PAUSE_NS)
+                self._resume_ns = then + self._pause_ns
         elif self._pause_ns and then > self._resume_ns + self._pause_ns:
             self._pause_ns = 0
         return then
 
     def wait(self, awaited: "Awaited", poll: Callable[..., Any]) -> None:
         """Returns when there is something to read. `poll(ms)` says whether there is within that time, `poll()` waits."""
-        began = now = self._clock()
-        awaited.begin(began)
+        now = self._clock()
+        awaited.begin(now)
         if awaited.is_soon and (not self.thread or self.thread == get_ident()):
-            end = began + self.window_ns
+            end = now + self.window_ns
             while now < end and self.allows(now):
                 if poll(0):
+                    awaited.came(now, self.window_ns)
                     return
                 now = self.give_way(now)
         poll()
@@ -75,17 +102,25 @@ class BusyPoll:
 class Awaited:
     """What comes again and again, and whether to expect it soon. Times are of `monotonic_ns`."""
 
-    __slots__ = ("_since", "is_soon")
+    __slots__ = ("_late", "_since", "is_soon")
 
     def __init__(self) -> None:
         self._since = 0
+        #: How often in a row it has come after its window.
+        self._late = 0
         self.is_soon = False
 
     def begin(self, now: int) -> None:
         self._since = now
 
     def came(self, now: int, window_ns: int) -> None:
-        self.is_soon = now - self._since < window_ns
+        waited = now - self._since
+        if waited < window_ns or waited >= _LATE_WINDOWS * window_ns:
+            self._late = 0
+            self.is_soon = waited < window_ns
+        else:
+            self.is_soon = self._late % _TRIES_EVERY < _TRIES
+            self._late += 1
 
 
 class AwakeLoop:

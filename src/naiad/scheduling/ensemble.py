@@ -11,8 +11,7 @@ response of the ensemble. This is Triton's behaviour (reference R5-26 to R5-34),
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
 
 from naiad.config.model_config import ModelConfig, TensorConfig
 from naiad.errors import Cancelled, InvalidArgument, NaiadError, Unavailable
@@ -25,15 +24,21 @@ from naiad.statistics import ModelStatistics
 #: How long a request of a step waits for `max_inflight_requests`, in seconds, before it goes on all the same.
 _LIMIT_WAIT_S = 300.0
 
+#: Clients ask for the outputs of an ensemble in few ways, but could in many.
+_KEPT_PLANS = 64
+
 #: How a step is run: `Engine.infer`. The last says whether it belongs to what had begun before the server was about to
 #: end.
 Infer = Callable[[InferRequest, ResponseSink, bool], Call]
 
 
 class Member:
-    """A step with what is known of its model: `inputs` and `outputs` map the model's names to the ensemble's tensors."""
+    """A step with what is known of its model: `inputs` and `outputs` map the model's names to the ensemble's tensors.
 
-    __slots__ = ("batching", "config", "decoupled", "inputs", "model_name", "model_version", "outputs")
+    `wiring` are the inputs as `(name, tensor, configuration)`.
+    """
+
+    __slots__ = ("batching", "decoupled", "inputs", "model_name", "model_version", "outputs", "wiring")
 
     def __init__(
         self,
@@ -47,7 +52,7 @@ class Member:
         self.model_version = model_version
         self.inputs = inputs
         self.outputs = outputs
-        self.config = config
+        self.wiring = tuple([(name, tensor, config.inputs[name]) for name, tensor in inputs.items()])
         self.batching = config.batching
         self.decoupled = config.decoupled
 
@@ -82,6 +87,7 @@ class EnsembleScheduler:
         self.gates: dict[Member, _Gate] = {}
         if config.max_inflight_requests:
             self.gates = {member: _Gate(self, member, config.max_inflight_requests) for member in members}
+        self._plans: dict[tuple[str, ...], _Plan] = {}
         self._closed = False
 
     def __repr__(self) -> str:
@@ -103,7 +109,14 @@ class EnsembleScheduler:
     def submit(self, call: Call) -> None:
         if self._closed:
             raise Unavailable(call.request.label + STOPPED)
-        run = _Run(self, call, wanted_steps(self.config, self.members, call.request.outputs))
+        requested = call.request.outputs
+        plan = self._plans.get(requested)
+        if plan is None:
+            plan = _Plan(self.config, self.members, requested)
+            if len(self._plans) >= _KEPT_PLANS:
+                self._plans.clear()
+            self._plans[requested] = plan
+        run = _Run(self, call, plan)
         call.execution = run
         run.start()
 
@@ -156,6 +169,38 @@ def wanted_steps(
     )
 
 
+class _Step:
+    """A step that is wanted: the outputs to ask its model for, and what its tensors are for: the steps that need one of
+    them, by their numbers in the plan, and whether one `answers`, being an output that is wanted."""
+
+    __slots__ = ("answers", "followers", "member", "outputs")
+
+    def __init__(
+        self,
+        member: Member,
+        outputs: tuple[str, ...],
+        wanted: tuple[tuple[Member, tuple[str, ...]], ...],
+        asked: set[str],
+    ) -> None:
+        self.member = member
+        self.outputs = outputs
+        made = set(member.outputs.values())
+        self.followers = tuple([n for n, (other, _) in enumerate(wanted) if not made.isdisjoint(other.inputs.values())])
+        self.answers = not made.isdisjoint(asked)
+
+
+class _Plan:
+    """What calls with the same requested outputs have in common."""
+
+    __slots__ = ("outputs", "steps")
+
+    def __init__(self, ensemble: ModelConfig, members: tuple[Member, ...], requested: tuple[str, ...]) -> None:
+        self.outputs = tuple([name for name in sorted(ensemble.outputs) if not requested or name in requested])
+        wanted = wanted_steps(ensemble, members, requested)
+        asked = set(self.outputs)
+        self.steps = tuple([_Step(member, outputs, wanted, asked) for member, outputs in wanted])
+
+
 class _Scope:
     """Tensors at one place of the flow; None is a tensor that will not come."""
 
@@ -171,13 +216,12 @@ class _Scope:
         self.started: set[int] = set()
         self.answered = False
 
-    def find(self, name: str) -> "tuple[_Scope, Tensor | None] | None":
+    def holder(self, name: str) -> "_Scope | None":
+        """The scope in sight that has the tensor."""
         scope: _Scope | None = self
-        while scope is not None:
-            if name in scope.tensors:
-                return scope, scope.tensors[name]
+        while scope is not None and name not in scope.tensors:
             scope = scope.parent
-        return None
+        return scope
 
     def may_grow(self) -> bool:
         """Whether tensors may still come to it or to those above. None do later if no step is under way for them."""
@@ -188,10 +232,12 @@ class _Scope:
             scope = scope.parent
         return False
 
-    def below(self) -> Iterator["_Scope"]:
-        yield self
+    def below(self) -> "list[_Scope]":
+        """Those whose steps may see its tensors."""
+        found = [self]
         for child in self.children:
-            yield from child.below()
+            found += child.below()
+        return found
 
 
 class _Gate:
@@ -257,21 +303,16 @@ class _Gate:
 class _Run:
     """One call of an ensemble."""
 
-    def __init__(
-        self, scheduler: EnsembleScheduler, call: Call, steps: tuple[tuple[Member, tuple[str, ...]], ...]
-    ) -> None:
+    def __init__(self, scheduler: EnsembleScheduler, call: Call, plan: _Plan) -> None:
         self._scheduler = scheduler
         self._call = call
-        self._steps = steps
+        self._plan = plan
         self._root = _Scope(None)
         self._running: dict[_StepSink, Call | None] = {}
         self._ended = False
         self._responses = 0
         #: How deep in `_advance` we are: a step may answer while it is being started.
         self._starting = 0
-        config = scheduler.config
-        requested = call.request.outputs
-        self._outputs = [name for name in sorted(config.outputs) if not requested or name in requested]
         sequence = call.request.sequence or SequenceControl(0)
         #: What Triton adds to every response of an ensemble.
         self._parameters: dict[str, ParameterValue] = {
@@ -284,7 +325,7 @@ class _Run:
         given = {tensor.name: tensor for tensor in self._call.request.inputs}
         for name in self._scheduler.config.inputs:
             self._root.tensors[name] = given.get(name)
-        self._advance(self._root)
+        self._advance(self._root, range(len(self._plan.steps)), True)
         if not self._ended and not self._running:
             self._finish(False)
 
@@ -327,14 +368,14 @@ class _Run:
         empty = False
         if result is not None:
             scope = sink.scope
-            member = sink.member
-            if member.decoupled:
+            step = sink.step
+            if step.member.decoupled:
                 scope = _Scope(sink.scope)
                 if sink.scope.may_grow():
                     sink.scope.children.append(scope)
-            self._put(scope, member, result.owned())
+            self._put(scope, step.member, result.owned())
             empty = not result.outputs
-            self._advance(scope)
+            self._advance(scope, step.followers, step.answers)
             if scope.children and not scope.may_grow():
                 scope.children.clear()
         if final and not self._ended and not self._running and not self._starting:
@@ -343,71 +384,64 @@ class _Run:
     def _put(self, scope: _Scope, member: Member, response: InferResponse) -> None:
         got = {tensor.name: tensor for tensor in response.outputs}
         for output, name in member.outputs.items():
-            tensor = got.get(output)
-            scope.tensors[name] = (
-                None if tensor is None else Tensor(name, tensor.datatype, tensor.shape, tensor.contents)
-            )
+            scope.tensors[name] = got.get(output)
 
-    def _advance(self, scope: _Scope) -> None:
-        """Starts the steps that can start now that `scope` has new tensors, and answers what is complete."""
+    def _advance(self, scope: _Scope, steps: Iterable[int], answers: bool) -> None:
+        """Starts those of `steps` that can start now that `scope` has new tensors, and answers what is complete if one of
+        them `answers`."""
         self._starting += 1
         try:
-            for place in list(scope.below()):
-                for index, (member, outputs) in enumerate(self._steps):
-                    if index not in place.started and self._belongs(member.inputs.values(), place):
-                        inputs = self._inputs_of(member, place)
+            for place in scope.below():
+                for index in steps:
+                    if index not in place.started:
+                        step = self._plan.steps[index]
+                        inputs = self._inputs_of(step.member, place)
                         if inputs is not None:
                             place.started.add(index)
-                            self._start_step(member, outputs, inputs, place)
+                            self._start_step(step, inputs, place)
                             if self._ended:
                                 return
-                self._answer(place)
+                if answers:
+                    self._answer(place)
         finally:
             self._starting -= 1
 
     @staticmethod
-    def _belongs(names: Any, place: _Scope) -> bool:
-        """Whether all tensors are settled in sight of `place`, at least one in `place` itself."""
-        own = False
-        for name in names:
-            found = place.find(name)
-            if found is None:
-                return False
-            own = own or found[0] is place
-        return own
-
-    def _inputs_of(self, member: Member, place: _Scope) -> tuple[Tensor, ...] | None:
-        """The tensors of a step under its model's names and with or without a batch dimension as the model has it;
-        None when one that the model requires will not come."""
+    def _inputs_of(member: Member, place: _Scope) -> tuple[Tensor, ...] | None:
+        """The tensors of a step under its model's names and with or without a batch dimension as the model has it. None
+        as long as not all are settled in sight of `place`, where none is in `place` itself, and where one that the model
+        requires will not come."""
         inputs: list[Tensor] = []
-        for name, source in member.inputs.items():
-            found = place.find(source)
-            assert found is not None, "this is a bug: a step was started before its inputs were there"
-            tensor = found[1]
-            spec = member.config.inputs[name]
-            if tensor is None:
-                if not spec.optional:
-                    return None
-                continue
-            shape = fitted(tensor.shape, spec, member.batching)
-            inputs.append(Tensor(name, tensor.datatype, shape, tensor.contents))
-        return tuple(inputs)
+        own = False
+        for name, source, spec in member.wiring:
+            scope = place.holder(source)
+            if scope is None:
+                return None
+            own = own or scope is place
+            tensor = scope.tensors[source]
+            if tensor is not None:
+                shape = fitted(tensor.shape, spec, member.batching)
+                inputs.append(Tensor(name, tensor.datatype, shape, tensor.contents))
+            elif not spec.optional:
+                return None
+        return tuple(inputs) if own else None
 
-    def _start_step(self, member: Member, outputs: tuple[str, ...], inputs: tuple[Tensor, ...], place: _Scope) -> None:
+    def _start_step(self, step: _Step, inputs: tuple[Tensor, ...], place: _Scope) -> None:
+        member = step.member
         request = self._call.request
         step_request = InferRequest(
             member.model_name,
             inputs,
             member.model_version,
             request.id,
-            outputs,
+            step.outputs,
             request.parameters,
             request.sequence,
             request.priority,
             request.timeout_us,
             request.trace.child() if request.trace is not None else None,
         )
-        sink = _StepSink(self, member, place, step_request)
+        sink = _StepSink(self, step, place, step_request)
         self._running[sink] = None
         if not member.decoupled:
             place.ordinary += 1
@@ -439,17 +473,21 @@ class _Run:
 
     def _answer(self, place: _Scope) -> None:
         """Sends a response when all outputs are in sight, once per scope that holds one of them."""
-        config = self._scheduler.config
-        if place.answered or not self._belongs(self._outputs, place):
+        if place.answered:
             return
+        config = self._scheduler.config
         tensors: list[Tensor] = []
-        for name in self._outputs:
-            found = place.find(name)
-            if found is None or found[1] is None:
+        own = False
+        for name in self._plan.outputs:
+            scope = place.holder(name)
+            tensor = None if scope is None else scope.tensors[name]
+            if tensor is None:
                 return
-            tensor = found[1]
+            own = own or scope is place
             shape = fitted(tensor.shape, config.outputs[name], config.batching)
             tensors.append(Tensor(name, tensor.datatype, shape, tensor.contents))
+        if not own:
+            return
         place.answered = True
         self._send(tuple(tensors), self._parameters)
 
@@ -499,11 +537,12 @@ class _Run:
 class _StepSink:
     """Where the answers of one step go."""
 
-    __slots__ = ("_run", "member", "request", "scope")
+    __slots__ = ("_run", "member", "request", "scope", "step")
 
-    def __init__(self, run: _Run, member: Member, scope: _Scope, request: InferRequest) -> None:
+    def __init__(self, run: _Run, step: _Step, scope: _Scope, request: InferRequest) -> None:
         self._run = run
-        self.member = member
+        self.step = step
+        self.member = step.member
         self.scope = scope
         self.request = request
 

@@ -50,13 +50,26 @@ class Core:
         ([100, 100, 199], [" asleep", "awake", "awake"]),
         ([100, 5_000, 100, 100], [" asleep", "awake asleep", " asleep", "awake"]),
         ([5_000, 5_000, 100, 100], [" asleep", " asleep", " asleep", "awake"]),
-        ([200, 100], [" asleep", " asleep"]),
         ([0, 0], [" asleep", "awake"]),
+        # What comes late, asleep, may come in time, awake.
+        ([200, 100], [" asleep", "awake"]),
+        ([799, 799, 100], [" asleep", "awake asleep", "awake"]),
+        ([800, 100], [" asleep", " asleep"]),
     ],
 )
 def test_what_came_soon_last_time_is_waited_for_awake(waits_us, how):
     core, awaited = Core(), Awaited()
     assert [core.wait(awaited, us * US) for us in waits_us] == how
+
+
+def test_what_comes_late_all_the_same_is_rarely_waited_for_awake():
+    core, awaited = Core(), Awaited()
+    seen = [core.wait(awaited, 300 * US) for _ in range(200)]
+    tried = [at for at, how in enumerate(seen) if how == "awake asleep"]
+    assert tried == [at for at in range(200) if 1 <= at % 64 <= 8]
+    # Once in time, and there are as many tries as in the beginning.
+    core.wait(awaited, 100 * US)
+    assert [core.wait(awaited, 300 * US) for _ in range(10)] == ["awake asleep"] * 9 + [" asleep"]
 
 
 def test_no_longer_than_the_window():
@@ -121,6 +134,29 @@ def test_short_work_of_others_is_no_reason_to_sleep():
     core.slices = [150 * US, 40 * US]
     assert core.wait(awaited, 195 * US) == "awake"
     assert core.wait(awaited, 100 * US) == "awake"
+
+
+def bursts(every_ms, count):
+    """How long waits go on until others, who take the core for 1 ms so often, are given it; None: that does not happen."""
+    core, awaited = Core(2 * MS), Awaited()
+    core.wait(awaited, 1 * US)
+    began = core.now
+    for _ in range(count):
+        end = core.now + every_ms * MS
+        core.slices = [1 * MS]
+        if core.wait(awaited, 1500 * US) != "awake":
+            return core.now - began
+        core.slices = []
+        while core.now < end:
+            core.wait(awaited, 100 * US)
+    return None
+
+
+def test_bursts_of_others_are_no_reason_to_sleep_unless_they_take_more_than_a_tenth_of_the_time():
+    assert bursts(every_ms=11, count=200) is None
+    # Each burst is 1 ms, of which 0.5 ms are spared until the next one.
+    assert bursts(every_ms=5, count=200) < 30 * MS
+    assert bursts(every_ms=2, count=200) < 10 * MS
 
 
 class Turns:
