@@ -17,6 +17,9 @@ from naiad.errors import NaiadError
 ParameterValue = bool | int | float | str
 
 _NO_PARAMETERS: dict[str, ParameterValue] = {}
+#: What every response of an ensemble says, but those of sequences, of which it says more. Always this very object, so that
+#: codecs know it.
+NO_SEQUENCE: dict[str, ParameterValue] = {"sequence_id": 0, "sequence_start": False, "sequence_end": False}
 
 
 class Source(Protocol):

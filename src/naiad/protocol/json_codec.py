@@ -18,7 +18,7 @@ import numpy as np
 from naiad.config.model_config import ModelConfig
 from naiad.datatypes import AT_ONCE, BY_NAME, BY_NUMBER, Buffer, DataType
 from naiad.errors import Internal, InvalidArgument
-from naiad.messages import InferRequest, InferResponse, ParameterValue, SequenceControl, Tensor, Unread
+from naiad.messages import NO_SEQUENCE, InferRequest, InferResponse, ParameterValue, SequenceControl, Tensor, Unread
 from naiad.protocol.correlation import correlation_text
 from naiad.protocol.json_numbers import parse_request
 from naiad.protocol.json_text import (
@@ -491,7 +491,7 @@ def encode_response(
     `labels` are the model's, by output; `batched` says whether the first dimension is the batch; `regions` take the
     outputs that go to shared memory, by output. The response's buffers are not needed afterwards.
     """
-    if plan.is_binary and not response.id and not response.parameters:
+    if plan.is_binary and not response.id and (not response.parameters or response.parameters is NO_SEQUENCE):
         return _encode_binary(response, plan)
     document: dict[str, Any] = {"id": response.id} if response.id else {}
     document["model_name"] = response.model_name
@@ -556,9 +556,10 @@ _binary_heads: dict[tuple[object, ...], tuple[Headers, bytes]] = {}
 
 
 def _encode_binary(response: InferResponse, plan: OutputPlan) -> tuple[Headers, bytes]:
-    """A response without id and parameters, all outputs of which are binary."""
+    """A response without id, and without parameters but NO_SEQUENCE, all outputs of which are binary."""
     wanted = plan.outputs
-    key: list[object] = [response.model_name, response.model_version]
+    parameters = response.parameters
+    key: list[object] = [response.model_name, response.model_version, parameters is NO_SEQUENCE]
     tail: list[Buffer] = []
     for tensor in response.outputs:
         if wanted and tensor.name not in wanted:
@@ -579,11 +580,13 @@ def _encode_binary(response: InferResponse, plan: OutputPlan) -> tuple[Headers, 
                 "shape": shape,
                 "parameters": {"binary_data_size": size},
             }
-            for name, number, shape, size in zip(*[iter(sign[2:])] * 4, strict=True)
+            for name, number, shape, size in zip(*[iter(sign[3:])] * 4, strict=True)
         ]
-        head = dump(
-            {"model_name": response.model_name, "model_version": str(response.model_version), "outputs": outputs}
-        )
+        document: dict[str, Any] = {"model_name": response.model_name, "model_version": str(response.model_version)}
+        if parameters:
+            document["parameters"] = parameters
+        document["outputs"] = outputs
+        head = dump(document)
         kept = (_binary_headers(len(head)), head)
         if len(head) <= LARGEST:
             if len(_binary_heads) >= MOST:

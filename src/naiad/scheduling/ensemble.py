@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from naiad.config.model_config import ModelConfig, TensorConfig
 from naiad.errors import Cancelled, InvalidArgument, NaiadError, Unavailable
 from naiad.instances.instance import ComputeTimes
-from naiad.messages import InferRequest, InferResponse, ParameterValue, ResponseSink, Result, SequenceControl, Tensor
+from naiad.messages import NO_SEQUENCE, InferRequest, InferResponse, ParameterValue, ResponseSink, Result, Tensor
 from naiad.scheduling.scheduler import Call
 from naiad.scheduling.turns import STOPPED, count_execution
 from naiad.statistics import ModelStatistics
@@ -32,13 +32,27 @@ _KEPT_PLANS = 64
 Infer = Callable[[InferRequest, ResponseSink, bool], Call]
 
 
+class _Wire:
+    """Whoever gets the tensor `source`, as `name`, and the shape that he expects."""
+
+    __slots__ = ("batching", "is_optional", "name", "rank", "source")
+
+    def __init__(self, name: str, source: str, spec: TensorConfig, batching: bool) -> None:
+        self.name = name
+        self.source = source
+        self.rank = len(spec.dims)
+        self.batching = batching
+        self.is_optional = spec.optional
+
+    def end(self, tensor: Tensor) -> Tensor:
+        """The tensor as it arrives."""
+        return Tensor(self.name, tensor.datatype, fitted(tensor.shape, self.rank, self.batching), tensor.contents)
+
+
 class Member:
-    """A step with what is known of its model: `inputs` and `outputs` map the model's names to the ensemble's tensors.
+    """A step with what is known of its model: `inputs` and `outputs` map the model's names to the ensemble's tensors."""
 
-    `wiring` are the inputs as `(name, tensor, configuration)`.
-    """
-
-    __slots__ = ("batching", "decoupled", "inputs", "model_name", "model_version", "outputs", "wiring")
+    __slots__ = ("decoupled", "inputs", "model_name", "model_version", "outputs", "wires")
 
     def __init__(
         self,
@@ -52,8 +66,9 @@ class Member:
         self.model_version = model_version
         self.inputs = inputs
         self.outputs = outputs
-        self.wiring = tuple([(name, tensor, config.inputs[name]) for name, tensor in inputs.items()])
-        self.batching = config.batching
+        self.wires = tuple(
+            [_Wire(name, tensor, config.inputs[name], config.batching) for name, tensor in inputs.items()]
+        )
         self.decoupled = config.decoupled
 
 
@@ -78,6 +93,9 @@ class EnsembleScheduler:
         report: Callable[[str, BaseException], None],
     ) -> None:
         self.config = config
+        self.name = config.name
+        self.inputs = tuple(config.inputs)
+        self.decoupled = config.decoupled
         self.version = version
         self.members = members
         self.statistics = statistics
@@ -195,9 +213,9 @@ class _Plan:
     __slots__ = ("outputs", "steps")
 
     def __init__(self, ensemble: ModelConfig, members: tuple[Member, ...], requested: tuple[str, ...]) -> None:
-        self.outputs = tuple([name for name in sorted(ensemble.outputs) if not requested or name in requested])
+        asked = {name for name in ensemble.outputs if not requested or name in requested}
+        self.outputs = tuple([_Wire(name, name, ensemble.outputs[name], ensemble.batching) for name in sorted(asked)])
         wanted = wanted_steps(ensemble, members, requested)
-        asked = set(self.outputs)
         self.steps = tuple([_Step(member, outputs, wanted, asked) for member, outputs in wanted])
 
 
@@ -288,7 +306,7 @@ class _Gate:
             f"{self._limit} requests have been under way for {_LIMIT_WAIT_S:g} s (max_inflight_requests)"
         )
         self._scheduler.report(
-            f"a request of ensemble '{self._scheduler.config.name}' to '{self._member.model_name}' goes on beyond the "
+            f"a request of ensemble '{self._scheduler.name}' to '{self._member.model_name}' goes on beyond the "
             "limit, since it has waited too long",
             error,
         )
@@ -313,17 +331,19 @@ class _Run:
         self._responses = 0
         #: How deep in `_advance` we are: a step may answer while it is being started.
         self._starting = 0
-        sequence = call.request.sequence or SequenceControl(0)
+        sequence = call.request.sequence
         #: What Triton adds to every response of an ensemble.
-        self._parameters: dict[str, ParameterValue] = {
-            "sequence_id": sequence.correlation_id,
-            "sequence_start": sequence.start,
-            "sequence_end": sequence.end,
-        }
+        self._parameters = NO_SEQUENCE
+        if sequence is not None:
+            self._parameters = {
+                "sequence_id": sequence.correlation_id,
+                "sequence_start": sequence.start,
+                "sequence_end": sequence.end,
+            }
 
     def start(self) -> None:
         given = {tensor.name: tensor for tensor in self._call.request.inputs}
-        for name in self._scheduler.config.inputs:
+        for name in self._scheduler.inputs:
             self._root.tensors[name] = given.get(name)
         self._advance(self._root, range(len(self._plan.steps)), True)
         if not self._ended and not self._running:
@@ -345,9 +365,7 @@ class _Run:
             # Triton counts a failed request of an ensemble as it answers it, and once more if no step is under way then.
             self._call.fail(error or Cancelled(""), "OTHER", times=1 if steps and error is not None else 2)
         except Exception as problem:
-            self._scheduler.report(
-                f"an error of ensemble '{self._scheduler.config.name}' could not be passed on", problem
-            )
+            self._scheduler.report(f"an error of ensemble '{self._scheduler.name}' could not be passed on", problem)
 
     def answered(self, sink: "_StepSink", result: Result | None, final: bool) -> None:
         """A step has answered."""
@@ -361,7 +379,7 @@ class _Run:
             self._scheduler.gates[sink.member].leave()
 
     def _go_on(self, sink: "_StepSink", result: Result | None, final: bool) -> None:
-        name = self._scheduler.config.name
+        name = self._scheduler.name
         if isinstance(result, NaiadError):
             self.abort(type(result)(f"in ensemble '{name}', {result.message}"))
             return
@@ -413,16 +431,15 @@ class _Run:
         requires will not come."""
         inputs: list[Tensor] = []
         own = False
-        for name, source, spec in member.wiring:
-            scope = place.holder(source)
+        for wire in member.wires:
+            scope = place.holder(wire.source)
             if scope is None:
                 return None
             own = own or scope is place
-            tensor = scope.tensors[source]
+            tensor = scope.tensors[wire.source]
             if tensor is not None:
-                shape = fitted(tensor.shape, spec, member.batching)
-                inputs.append(Tensor(name, tensor.datatype, shape, tensor.contents))
-            elif not spec.optional:
+                inputs.append(wire.end(tensor))
+            elif not wire.is_optional:
                 return None
         return tuple(inputs) if own else None
 
@@ -454,7 +471,7 @@ class _Run:
             call = self._scheduler.infer(sink.request, sink, not self._call.is_late)
         except NaiadError as error:
             del self._running[sink]
-            self.abort(type(error)(f"in ensemble '{self._scheduler.config.name}', {error.message}"))
+            self.abort(type(error)(f"in ensemble '{self._scheduler.name}', {error.message}"))
             if self._scheduler.gates:
                 self._scheduler.gates[sink.member].leave()
             return
@@ -475,17 +492,15 @@ class _Run:
         """Sends a response when all outputs are in sight, once per scope that holds one of them."""
         if place.answered:
             return
-        config = self._scheduler.config
         tensors: list[Tensor] = []
         own = False
-        for name in self._plan.outputs:
-            scope = place.holder(name)
-            tensor = None if scope is None else scope.tensors[name]
+        for wire in self._plan.outputs:
+            scope = place.holder(wire.source)
+            tensor = None if scope is None else scope.tensors[wire.source]
             if tensor is None:
                 return
             own = own or scope is place
-            shape = fitted(tensor.shape, config.outputs[name], config.batching)
-            tensors.append(Tensor(name, tensor.datatype, shape, tensor.contents))
+            tensors.append(wire.end(tensor))
         if not own:
             return
         place.answered = True
@@ -494,9 +509,9 @@ class _Run:
     def _send(self, outputs: tuple[Tensor, ...], parameters: dict[str, ParameterValue]) -> None:
         scheduler = self._scheduler
         request = self._call.request
-        response = InferResponse(scheduler.config.name, scheduler.version, request.id, outputs, parameters)
+        response = InferResponse(scheduler.name, scheduler.version, request.id, outputs, parameters)
         self._responses += 1
-        if scheduler.config.decoupled:
+        if scheduler.decoupled:
             self._deliver(response, False)
         else:
             self._count()
@@ -505,7 +520,7 @@ class _Run:
 
     def _finish(self, empty: bool) -> None:
         """No step runs and none can start."""
-        if self._responses or self._scheduler.config.decoupled:
+        if self._responses or self._scheduler.decoupled:
             self._count()
             self._ended = True
             self._deliver(None, True)
@@ -514,7 +529,7 @@ class _Run:
         else:
             self.abort(
                 InvalidArgument(
-                    f"in ensemble '{self._scheduler.config.name}', {self._call.request.label}"
+                    f"in ensemble '{self._scheduler.name}', {self._call.request.label}"
                     "unexpected deadlock, at least one output is not set while no more ensemble steps can be made"
                 )
             )
@@ -523,7 +538,7 @@ class _Run:
         try:
             self._call.deliver(response, final)
         except Exception as problem:
-            name = self._scheduler.config.name
+            name = self._scheduler.name
             self._scheduler.report(f"a response of ensemble '{name}' could not be passed on", problem)
 
     def _count(self) -> None:
@@ -553,10 +568,9 @@ class _StepSink:
         self._run.start_waiting(self)
 
 
-def fitted(shape: tuple[int, ...], spec: TensorConfig, batching: bool) -> tuple[int, ...]:
-    """A shape with the batch dimension the reader expects: 1 is put in front for a model that batches, and dropped
+def fitted(shape: tuple[int, ...], rank: int, batching: bool) -> tuple[int, ...]:
+    """A shape with the batch dimension that a reader of `rank` other ones expects: 1 is put in front for a model that batches, and dropped
     for one that does not, where only that is missing or too much (reference R2-39)."""
-    rank = len(spec.dims)
     if batching and len(shape) == rank:
         return (1, *shape)
     if not batching and len(shape) == rank + 1 and shape[0] == 1:

@@ -12,7 +12,7 @@ from naiad.config.model_config import ModelConfig
 from naiad.config.parse import parse_text
 from naiad.datatypes import DataType, pack_bytes
 from naiad.errors import Internal, InvalidArgument, NaiadError, Unsupported
-from naiad.messages import InferResponse, SequenceControl, Tensor
+from naiad.messages import NO_SEQUENCE, InferResponse, SequenceControl, Tensor
 from naiad.protocol.json_codec import decode_raw_request, decode_request, encode_response, header_length, json_data
 from naiad.protocol.json_text import dump, members_as_given, parse
 from naiad.protocol.outputs import ALL_BINARY, ALL_JSON, OutputPlan, OutputSpec, plan_of
@@ -391,6 +391,16 @@ class TestBinary:
         with pytest.raises(InvalidArgument) as error:
             decode({"inputs": [entry]}, tail)
         assert error.value.message == text
+
+    def test_binary_outputs_of_an_ensemble_say_what_others_with_its_parameters_do(self) -> None:
+        output = Tensor("OUT", DataType.INT8, (2,), b"\x01\x02")
+        plain = encode(output, plan=ALL_BINARY)
+        ensemble = [encode(output, plan=ALL_BINARY, parameters=NO_SEQUENCE) for _ in range(2)]
+        assert ensemble == [encode(output, plan=ALL_BINARY, parameters=dict(NO_SEQUENCE))] * 2
+        assert encode(output, plan=ALL_BINARY) == plain
+        head = json.loads(ensemble[0][1][:-2])
+        assert head.pop("parameters") == {"sequence_id": 0, "sequence_start": False, "sequence_end": False}
+        assert head == json.loads(plain[1][:-2])
 
     @given(st.lists(st.tuples(st.binary(max_size=40), st.booleans()), max_size=5))
     def test_response(self, parts: list[tuple[bytes, bool]]) -> None:
