@@ -441,7 +441,7 @@ class ServerOptions:
         1000,
         "How long, in microseconds, the server and the processes of models look for each other's messages before they "
         "sleep, where such a message came as soon last time: answers come sooner, for more CPU time. 0: not at all, "
-        "which is also so on a single core.",
+        "which is also so on a single core; under a CPU quota no more processes do so than that allows.",
         kind=int,
         check=_at_least(0),
     )

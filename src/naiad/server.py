@@ -19,7 +19,7 @@ import msgspec
 import uvloop
 
 from naiad import __version__
-from naiad.backends.cores import available_cores
+from naiad.backends.cores import awake_processes
 from naiad.engine import Engine
 from naiad.errors import Unavailable
 from naiad.frontends.access import logged
@@ -269,8 +269,8 @@ class Server:
                 on_call=self._call_of_model,
                 on_gone=self._caller_gone,
                 execution_timeout_s=options.execution_timeout_secs,
-                # On a single core, waiting awake would keep what is waited for from coming.
-                busy_poll_ns=options.busy_poll_us * 1000 if available_cores() > 1 else 0,
+                busy_poll_ns=options.busy_poll_us * 1000,
+                awake_processes=awake_processes(),
             ) as hosts,
             self._store() as store,
             self._traces() as traces,

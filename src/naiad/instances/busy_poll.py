@@ -124,19 +124,38 @@ class Awaited:
 
 
 class AwakeLoop:
-    """Keeps an event loop from sleeping."""
+    """Keeps the event loop of the server from sleeping, and knows how many hosts may wait awake beside it: `places`, None
+    for any number."""
 
-    __slots__ = ("_busy_poll", "_clock", "_is_turning", "_loop", "_until", "window_ns")
+    __slots__ = ("_busy_poll", "_clock", "_is_turning", "_loop", "_places", "_until", "window_ns")
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, busy_poll: BusyPoll, clock: Callable[[], int] = monotonic_ns
+        self,
+        loop: asyncio.AbstractEventLoop,
+        busy_poll: BusyPoll,
+        places: int | None = None,
+        clock: Callable[[], int] = monotonic_ns,
     ) -> None:
+        self._places = places
         self.window_ns = busy_poll.window_ns
         self._loop = loop
         self._busy_poll = busy_poll
         self._clock = clock
         self._until = 0
         self._is_turning = False
+
+    def take_place(self) -> int:
+        """For a host that begins: the window of its `BusyPoll`, in ns, to be given to `leave_place` when it has ended."""
+        if self._places is None:
+            return self.window_ns
+        if self._places == 0:
+            return 0
+        self._places -= 1
+        return self.window_ns
+
+    def leave_place(self, window_ns: int) -> None:
+        if self._places is not None and window_ns:
+            self._places += 1
 
     def stay_awake(self, now: int) -> None:
         """For the window from now on."""

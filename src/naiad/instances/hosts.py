@@ -295,7 +295,7 @@ class Hosts:
 
     `execution_timeout_s` 0 is never. `beat_s` is how exactly executions are timed. `idle_zygote_s` is how long the
     zygote of another interpreter than the server's is kept for a next model, when there is none in it. `busy_poll_ns` is
-    how long server and hosts wait awake for each other at most.
+    how long server and hosts wait awake for each other at most, `awake_processes` how many of them may, None for all.
     """
 
     def __init__(
@@ -311,6 +311,7 @@ class Hosts:
         beat_s: float = 1.0,
         idle_zygote_s: float = 60.0,
         busy_poll_ns: int = 0,
+        awake_processes: int | None = None,
     ) -> None:
         self._isolation = isolation
         self._on_log = on_log
@@ -321,7 +322,11 @@ class Hosts:
         self._restart_policy = restart_policy
         self._beat_s = beat_s
         self._idle_zygote_s = idle_zygote_s
-        self._awake = AwakeLoop(asyncio.get_running_loop(), BusyPoll(busy_poll_ns))
+        self._awake = AwakeLoop(
+            asyncio.get_running_loop(),
+            BusyPoll(0 if awake_processes == 0 else busy_poll_ns),
+            None if awake_processes is None else max(0, awake_processes - 1),
+        )
         self._environments: dict[tuple[str, str], BackendEnvironment] = {}
         self._shared: dict[tuple[BackendEnvironment, str], Host] = {}
         self._models: dict[HostedModel | ThreadModel, None] = {}

@@ -109,6 +109,8 @@ class Host:
         self._callers: dict[int, Caller] = {}
         self._loop = asyncio.get_running_loop()
         self._child: Child | None = None
+        #: How long that process waits awake at most.
+        self._window_ns = 0
         self._control: LoopChannel[FromHost] | None = None
         self._starting: asyncio.Task[None] | None = None
         self._restarting: asyncio.Task[None] | None = None
@@ -156,16 +158,20 @@ class Host:
 
     async def _start(self) -> None:
         self.state = "starting"
+        window_ns = self.awake.take_place()
         try:
-            child = await self.environment.fork(self.name, self._exclusive, self.awake.window_ns)
+            child = await self.environment.fork(self.name, self._exclusive, window_ns)
         except NaiadError:
+            self.awake.leave_place(window_ns)
             self.state = "stopped"
             raise
         if self.is_closing:
             # Whoever wanted it has left meanwhile.
+            self.awake.leave_place(window_ns)
             child.control.close()
             self.state = "stopped"
             return
+        self._window_ns = window_ns
         self._child = child
         self._end_reason = None
         child.on_end = self._on_child_end
@@ -194,6 +200,7 @@ class Host:
 
     def _on_child_end(self, how: str) -> None:
         self._child = None
+        self.awake.leave_place(self._window_ns)
         if self._control is not None:
             # Its last words may be why.
             self._control.drain()

@@ -59,6 +59,20 @@ class TestAvailableCores:
         assert cores.available_cores(tmp_path) == expected
 
 
+@pytest.mark.usefixtures("four_cpus")
+@pytest.mark.parametrize(
+    ("limit", "expected"), [("max 100000", None), ("400000 100000", None), ("399000 100000", 3), ("199000 100000", 0)]
+)
+def test_under_a_quota_few_processes_wait_awake(limit: str, expected: int | None, tmp_path: Path) -> None:
+    write(tmp_path, **{"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": limit})
+    assert cores.awake_processes(tmp_path) == expected
+
+
+def test_on_a_single_core_nobody_waits_awake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3})
+    assert cores.awake_processes(tmp_path) == 0
+
+
 @pytest.mark.parametrize(
     ("groups", "expected"),
     [

@@ -185,7 +185,7 @@ def turns_taken(loop):
 
 def test_a_loop_stays_awake_for_the_window_and_longer_when_asked_again():
     core, loop = Core(), Turns()
-    awake = AwakeLoop(loop, core.busy_poll, lambda: core.now)
+    awake = AwakeLoop(loop, core.busy_poll, clock=lambda: core.now)
     awake.stay_awake(core.now)
     assert turns_taken(loop) == WINDOW // US + 1
     awake.stay_awake(core.now)
@@ -197,7 +197,7 @@ def test_a_loop_stays_awake_for_the_window_and_longer_when_asked_again():
 
 def test_a_loop_sleeps_where_others_want_the_core_or_it_may_not_wait_awake():
     core, loop = Core(), Turns()
-    awake = AwakeLoop(loop, core.busy_poll, lambda: core.now)
+    awake = AwakeLoop(loop, core.busy_poll, clock=lambda: core.now)
     core.slices = [3 * MS]
     awake.stay_awake(core.now)
     assert turns_taken(loop) == 2
@@ -209,3 +209,14 @@ def test_a_loop_sleeps_where_others_want_the_core_or_it_may_not_wait_awake():
     never = AwakeLoop(Turns(), BusyPoll(0))
     never.stay_awake(core.now)
     assert never.window_ns == 0
+
+
+def test_under_a_quota_so_many_hosts_wait_awake_and_others_when_these_have_ended():
+    awake = AwakeLoop(Turns(), BusyPoll(WINDOW), 2)
+    assert [awake.take_place() for _ in range(4)] == [WINDOW, WINDOW, 0, 0]
+    awake.leave_place(0)
+    assert awake.take_place() == 0
+    awake.leave_place(WINDOW)
+    assert [awake.take_place() for _ in range(2)] == [WINDOW, 0]
+    unlimited = AwakeLoop(Turns(), BusyPoll(WINDOW))
+    assert {unlimited.take_place() for _ in range(100)} == {WINDOW}
