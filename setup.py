@@ -51,6 +51,7 @@ HOT_PATH = (
     "scheduling/dynamic",
     "scheduling/ensemble",
     "scheduling/queue",
+    "scheduling/returns",
     "scheduling/scheduler",
     "scheduling/sequence",
     "scheduling/slots",

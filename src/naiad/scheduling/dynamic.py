@@ -14,6 +14,7 @@ from naiad.errors import Internal, NaiadError, Unavailable
 from naiad.instances.instance import ComputeTimes, Instance
 from naiad.messages import InferRequest, InferResponse, Result
 from naiad.scheduling.queue import Batch, RequestQueue, WaitUntil
+from naiad.scheduling.returns import WORTH_WAITING_NS
 from naiad.scheduling.scheduler import Call, delay_from
 from naiad.scheduling.turns import STOPPED, TurnScheduler, trace_execution
 from naiad.statistics import ModelStatistics
@@ -142,6 +143,9 @@ class DynamicScheduler(TurnScheduler):
 
     def completed(self, execution: Execution, times: ComputeTimes | None, succeeded: bool) -> None:
         times = self._executed(execution.calls, execution.total_rows, times, succeeded)
+        if times.end_ns - times.start_ns >= WORTH_WAITING_NS:
+            calls = execution.calls
+            self._queue.answered(len(calls), calls[0].signature, times.start_ns, times.end_ns)
         if execution.is_traced:
             trace_execution(execution.requests, times)
 
@@ -182,6 +186,9 @@ class DynamicScheduler(TurnScheduler):
                 self._execute(decision, instance)
                 continue
             if isinstance(decision, WaitUntil):
+                # Clients are not waited for by several instances, and not at the end.
+                if (self._closed or self._running < len(self._instances) - 1) and queue.hurry():
+                    continue
                 wake_ns = decision.time_ns if wake_ns is None else min(wake_ns, decision.time_ns)
             break
         if len(queue) and wake_ns is not None:

@@ -12,6 +12,9 @@ because skipping would let small requests starve a large one. Whether the run is
     or has the largest preferred size and more                 send it
     otherwise                                                  wait until the oldest call has waited
 
+Where the configuration asks for no delay, sizes or priorities, a batch that is not full may wait a moment for clients
+that have just been answered: `Returns` says whether.
+
 Cancelled calls leave through `withdraw`; expired ones are found when `take` is asked and their time has come.
 Every call put in comes out exactly once: in a batch, as rejected, or removed.
 """
@@ -24,6 +27,7 @@ from dataclasses import dataclass
 from naiad.config.model_config import QueuePolicy
 from naiad.errors import Unavailable
 from naiad.messages import InferRequest
+from naiad.scheduling.returns import Returns
 
 
 class Queued:
@@ -121,6 +125,10 @@ class RequestQueue:
         self._preferred = frozenset(preferred)
         self._largest_preferred = max(preferred, default=self._max_rows)
         self._max_delay_ns = max_delay_ns
+        self._returns: Returns | None = None
+        # Where a configuration prefers nothing, it is completed with the largest size.
+        if self._max_rows > 1 and self._preferred <= {max_batch_size} and not max_delay_ns and not levels:
+            self._returns = Returns()
         self._last_level = levels
         self._default_level = default_level
         self._policy = default_policy or QueuePolicy()
@@ -312,9 +320,27 @@ class RequestQueue:
             return self._pop(preferred_count, preferred_rows, "preferred size")
         if closed or rows >= self._largest_preferred:
             return self._pop(count, rows, "full")
-        if now_ns >= send_at_ns:
+        if now_ns < send_at_ns:
+            return WaitUntil(send_at_ns)
+        returns = self._returns
+        if returns is None or not returns.until_ns:
             return self._pop(count, rows, "delay")
-        return WaitUntil(send_at_ns)
+        if until_ns := returns.wait_until(now_ns, count, first.signature, self._next_deadline_ns):
+            return WaitUntil(until_ns)
+        return self._pop(count, rows, "returns" if returns.gone(count) else "delay")
+
+    def answered(self, count: int, signature: object, start_ns: int, end_ns: int) -> None:
+        """An execution of so many calls of that signature has ended, after at least `WORTH_WAITING_NS`."""
+        if self._returns is not None:
+            self._returns.answered(count, self._size, signature, start_ns, end_ns)
+
+    def hurry(self) -> bool:
+        """Stops waiting for clients; whether any were expected."""
+        returns = self._returns
+        if returns is None or not returns.until_ns:
+            return False
+        returns.forget()
+        return True
 
     def more(self, first: Queued, rows: int) -> list[Queued]:
         """Takes out what may join a batch that begins with `first`, has `rows` and has had to wait. A batch of a

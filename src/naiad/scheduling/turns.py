@@ -76,6 +76,8 @@ class TurnScheduler(ABC):
         self._closed = True
         if self._idle_now():
             self._idle.set()
+        else:
+            self._ask()
         await self._idle.wait()
         if self._timer is not None:
             self._timer.cancel()

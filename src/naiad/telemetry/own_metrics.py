@@ -93,8 +93,8 @@ def families(models: Iterable[ModelFacts], hosts: Iterable[HostFacts], memory: M
     closed = Family(
         "naiad_batches_total",
         "counter",
-        "Batches by why no more requests were waited for: full, preferred size, delay (it was over), single (the model "
-        "takes requests one by one)",
+        "Batches by why no more requests were waited for: full, preferred size, delay (it was over), returns (a "
+        "moment's wait for clients just answered was over), single (the model takes requests one by one)",
     )
     refused = Family(
         "naiad_requests_refused_total",

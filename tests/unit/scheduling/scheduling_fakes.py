@@ -58,6 +58,8 @@ class FakeInstance:
         self.on_change: Any = None
         self.is_up = True
         self.batch: Any = None
+        #: When it begins and ends what it executes.
+        self.times = TIMES
         self.cancelled = []
         self.executed = asyncio.Event()
 
@@ -79,7 +81,7 @@ class FakeInstance:
         for index, request in enumerate(batch.requests):
             given = outputs[index] if index < len(outputs) else ()
             batch.deliver(index, error or InferResponse("m", 1, request.id, tuple(given)), True)
-        batch.complete(TIMES)
+        batch.complete(self.times)
         self.on_change()
 
     def die(self):

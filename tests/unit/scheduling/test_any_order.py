@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import time
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from naiad.config.model_config import InstanceGroup, ModelConfig, Resource
 from naiad.config.parse import parse_text
 from naiad.datatypes import DataType
 from naiad.errors import NaiadError
+from naiad.instances.instance import ComputeTimes
 from naiad.messages import InferRequest, InferResponse, SequenceControl, Tensor
 from naiad.models.loader import queue_for
 from naiad.scheduling.cache import CachingScheduler, LocalStore
@@ -28,6 +30,7 @@ SCHEDULING = {
     "priorities": "dynamic_batching { priority_levels: 2 default_priority_level: 1 default_queue_policy { "
     "timeout_action: DELAY default_timeout_microseconds: 1 allow_timeout_override: true max_queue_size: 3 } }",
     "cached": "dynamic_batching { }",
+    "returns": "dynamic_batching { }",
     "direct": "sequence_batching { direct { } }",
     "oldest": "sequence_batching { oldest { max_candidate_sequences: 2 } }",
     "iterative": "sequence_batching { iterative_sequence: true }",
@@ -59,6 +62,7 @@ class Story:
         tensor = "data_type: TYPE_INT8 dims: [ 1 ]"
         config = ModelConfig(parse_text(f'{text} input {{ name: "I" {tensor} }} output {{ name: "O" {tensor} }}'))
         self.is_iterative = kind == "iterative"
+        self.waits_for_clients = kind == "returns"
         self.is_sequence = config.scheduling == "sequence"
         self.lease = Lease()
         self.limiter = RateLimiter() if limited else None
@@ -90,6 +94,8 @@ class Story:
 
     def new_instance(self) -> Any:
         instance = FakeInstance(f"i{len(self.above)}")
+        if self.waits_for_clients:
+            instance.times = ComputeTimes(0, 0, 0, time.monotonic_ns() + 3600 * 10**9)
         self.below.append(instance)
         self.above[instance] = instance
         if self.limiter is not None:

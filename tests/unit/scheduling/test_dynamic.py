@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import time
 import weakref
 
 import pytest
@@ -9,6 +10,7 @@ from scheduling_fakes import FakeInstance, Lease, Meddler, Sink
 
 from naiad.config.model_config import QueuePolicy
 from naiad.errors import Cancelled, Unavailable
+from naiad.instances.instance import ComputeTimes
 from naiad.messages import InferRequest
 from naiad.scheduling.dynamic import DynamicScheduler
 from naiad.scheduling.queue import RequestQueue
@@ -175,3 +177,102 @@ async def test_what_has_come_since_joins_a_batch_that_has_waited() -> None:
     await asyncio.sleep(0)
     instance.answer()
     await asyncio.wait_for(scheduler.close(), 10)
+
+
+class Clients:
+    """A scheduler of instances whose executions take long, and what is sent to it. They end at `end_ns`."""
+
+    def __init__(self, *instances: FakeInstance, end_ns: int) -> None:
+        self.instances = instances
+        for instance in instances:
+            instance.times = ComputeTimes(end_ns - 10**9, end_ns, end_ns, end_ns)
+        self.statistics = ModelStatistics("m", "1")
+        self.scheduler = DynamicScheduler(
+            "m", RequestQueue(8), instances, self.statistics, report=lambda text, error: None
+        )
+
+    async def send(self, count: int) -> list[int]:
+        """Sends so many requests; what each instance executes after that."""
+        for _ in range(count):
+            self.scheduler.submit(Call(InferRequest("m", ()), 1, None, Sink(), Lease(self.statistics), self.scheduler))
+        return await self.executing()
+
+    async def answer(self, instance: FakeInstance) -> list[int]:
+        instance.answer()
+        return await self.executing()
+
+    async def executing(self) -> list[int]:
+        for _ in range(3):
+            await asyncio.sleep(0)
+        return [0 if instance.batch is None else len(instance.batch.rows) for instance in self.instances]
+
+
+def distant_ns() -> int:
+    """An end of executions after which the time to wait for clients does not pass during a test."""
+    return time.monotonic_ns() + 3600 * 10**9
+
+
+async def test_a_batch_waits_for_the_clients_just_answered() -> None:
+    instance = FakeInstance()
+    clients = Clients(instance, end_ns=distant_ns())
+    assert await clients.send(3) == [3]
+    assert await clients.send(1) == [3]
+    assert await clients.answer(instance) == [0]
+    assert await clients.send(2) == [0]
+    assert await clients.send(1) == [4]
+    assert await clients.answer(instance) == [0]
+    assert await clients.send(3) == [0]
+    assert await clients.send(1) == [4]
+    assert clients.statistics.batch_reasons == {"delay": 1, "returns": 2}
+    instance.answer()
+    await asyncio.wait_for(clients.scheduler.close(), 10)
+
+
+async def test_a_batch_goes_without_clients_that_do_not_come_back() -> None:
+    instance = FakeInstance()
+    clients = Clients(instance, end_ns=time.monotonic_ns())
+    assert await clients.send(3) == [3]
+    assert await clients.send(1) == [3]
+    instance.times = ComputeTimes(0, 0, 0, time.monotonic_ns())
+    instance.executed.clear()
+    instance.answer()
+    await asyncio.wait_for(instance.executed.wait(), 10)
+    assert await clients.executing() == [1]
+    instance.answer()
+    await asyncio.wait_for(clients.scheduler.close(), 10)
+
+
+async def test_where_another_instance_is_idle_no_batch_waits_for_clients() -> None:
+    one, other = FakeInstance("one"), FakeInstance("other")
+    clients = Clients(one, other, end_ns=distant_ns())
+    assert await clients.send(3) == [3, 0]
+    assert await clients.send(3) == [3, 3]
+    assert await clients.send(1) == [3, 3]
+    assert await clients.answer(one) == [0, 3]
+    assert await clients.answer(other) == [1, 0]
+    one.answer()
+    await asyncio.wait_for(clients.scheduler.close(), 10)
+
+
+async def test_a_scheduler_that_closes_waits_for_no_clients() -> None:
+    instance = FakeInstance()
+    clients = Clients(instance, end_ns=distant_ns())
+    assert await clients.send(3) == [3]
+    assert await clients.send(1) == [3]
+    assert await clients.answer(instance) == [0]
+    closing = asyncio.create_task(clients.scheduler.close())
+    assert await clients.executing() == [1]
+    instance.answer()
+    await asyncio.wait_for(closing, 10)
+
+
+async def test_no_clients_are_waited_for_after_a_short_execution() -> None:
+    instance = FakeInstance()
+    end_ns = distant_ns()
+    clients = Clients(instance, end_ns=end_ns)
+    instance.times = ComputeTimes(end_ns - 19_999_999, end_ns, end_ns, end_ns)
+    assert await clients.send(3) == [3]
+    assert await clients.send(1) == [3]
+    assert await clients.answer(instance) == [1]
+    instance.answer()
+    await asyncio.wait_for(clients.scheduler.close(), 10)

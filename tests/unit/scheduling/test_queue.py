@@ -155,6 +155,81 @@ def test_different_signatures_do_not_share_a_batch() -> None:
     assert len(queue) == 1
 
 
+MS = 1_000_000
+AFTER = (800 * MS, 1000 * MS)  # waits until 1004 ms at the latest
+
+
+@pytest.mark.parametrize(
+    ("queue", "waiting", "reason"),
+    [
+        (RequestQueue(8), [FakeCall()], None),
+        (RequestQueue(8, preferred=(8,)), [FakeCall()], None),
+        (RequestQueue(8, default_policy=QueuePolicy(max_queue_size=9)), [FakeCall()], None),
+        (RequestQueue(8, merge=False), [FakeCall()], "single"),
+        (RequestQueue(1), [FakeCall()], "single"),
+        (RequestQueue(8, preferred=(4, 8)), [FakeCall()], "delay"),
+        (RequestQueue(8, max_delay_ns=1), [FakeCall()], "delay"),
+        (RequestQueue(8, levels=2, default_level=1), [FakeCall()], "delay"),
+        (RequestQueue(8), [FakeCall(rows=8)], "full"),
+        (RequestQueue(8), [FakeCall(rows=5), FakeCall(rows=4)], "preferred size"),
+        (RequestQueue(8), [FakeCall(), FakeCall(signature=(4,))], "full"),
+        (RequestQueue(8), [FakeCall(signature=(4,))], "delay"),
+        (RequestQueue(8, default_policy=QueuePolicy(default_timeout_us=1_003_000)), [FakeCall()], "delay"),
+        (RequestQueue(8, default_policy=QueuePolicy(default_timeout_us=1_005_000)), [FakeCall()], None),
+    ],
+    ids=[
+        "nothing configured",
+        "as configurations are completed",
+        "a limit says nothing of time",
+        "no batcher",
+        "no batches",
+        "preferred sizes",
+        "a delay",
+        "priorities",
+        "full",
+        "the next call does not fit",
+        "the next call cannot join",
+        "nobody can join",
+        "expires before",
+        "expires later",
+    ],
+)
+def test_what_waits_for_clients_that_have_just_been_answered(
+    queue: RequestQueue, waiting: list[FakeCall], reason: str | None
+) -> None:
+    filled(queue, waiting).answered(3, None, *AFTER)
+    decision = queue.take(1001 * MS)
+    if reason is None:
+        assert decision == WaitUntil(1004 * MS)
+    else:
+        assert isinstance(decision, Batch)
+        assert decision.reason == reason
+
+
+@pytest.mark.parametrize("back", [0, 1, 3, 7])
+def test_a_batch_waits_for_clients_until_all_are_back_or_it_is_full_or_it_is_over(back: int) -> None:
+    queue = filled(RequestQueue(8), [FakeCall()])
+    queue.answered(3 if back < 7 else 20, None, *AFTER)
+    assert queue.take(1001 * MS) == WaitUntil(1004 * MS)
+    filled(queue, [FakeCall() for _ in range(back)])
+    if back < 3:
+        assert queue.take(1003 * MS) == WaitUntil(1004 * MS)
+    decision = queue.take((1003 if back >= 3 else 1004) * MS)
+    assert rows_of(decision) == [1] * (back + 1)
+    assert isinstance(decision, Batch)
+    assert decision.reason == ("full" if back == 7 else "returns")
+
+
+def test_waiting_for_clients_can_be_ended() -> None:
+    queue = filled(RequestQueue(8), [FakeCall()])
+    assert not queue.hurry()
+    queue.answered(3, None, *AFTER)
+    assert queue.hurry()
+    assert not queue.hurry()
+    assert rows_of(queue.take(1001 * MS)) == [1]
+    assert not RequestQueue(8, max_delay_ns=1).hurry()
+
+
 def test_without_merging_each_call_is_a_batch() -> None:
     queue = filled(RequestQueue(8, merge=False), [FakeCall(rows=2), FakeCall(rows=1)])
     assert rows_of(queue.take(0)) == [2]
