@@ -57,6 +57,7 @@ HOT_PATH = (
     "scheduling/slots",
     "scheduling/turns",
     "statistics",
+    "telemetry/access_lines",
     "telemetry/quantiles",
 )
 

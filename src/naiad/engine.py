@@ -15,7 +15,7 @@ from naiad.metadata import IndexEntry, ModelMetadata, ServerMetadata
 from naiad.models.check import BrokenContents, Checked
 from naiad.models.manager import ModelManager
 from naiad.models.model import Model
-from naiad.scheduling.scheduler import Call
+from naiad.scheduling.scheduler import Call, Progress
 from naiad.statistics import ModelStatistics
 
 #: What `GET /v2` lists, in Triton's order (reference R1-74).
@@ -109,11 +109,12 @@ class Engine:
         model: Model | None = None,
         checked: asyncio.Future[Checked] | None = None,
         admitted: bool = False,
+        progress: Progress | None = None,
     ) -> Call:
         """Checks a request and submits it. Raises NaiadError for a request that is refused at once; everything later
         goes to `sink`. `model` is for callers that have just looked it up, in this turn of the loop, or hold a lease of
         it, `checked` for those who have had the request checked. `admitted` are requests of what had begun before the
-        server was about to end."""
+        server was about to end. `progress` is kept up to date until the turn of the loop in which the call ends is over."""
         if model is None:
             model = self._table.lookup(request.model_name, request.model_version)
         try:
@@ -124,12 +125,14 @@ class Engine:
             call.fail(InvalidArgument(error.message), "BACKEND")
             return call
         except TakesLong:
-            return self._infer_slowly(request, sink, model, admitted)
+            return self._infer_slowly(request, sink, model, admitted, progress)
         trace = request.trace
         if trace is not None:
             sink = trace.begin(request, model.version, sink)
+        if progress is not None:
+            progress.version = model.version
         model.lease()
-        call = Call(request, rows, signature, sink, model, model.scheduler)
+        call = Call(request, rows, signature, sink, model, model.scheduler, progress)
         try:
             if self._exiting and not admitted:
                 if (stopped := model.scheduler.stopped(request)) is not None:
@@ -146,7 +149,9 @@ class Engine:
             raise
         return call
 
-    def _infer_slowly(self, request: InferRequest, sink: ResponseSink, model: Model, admitted: bool) -> Call:
+    def _infer_slowly(
+        self, request: InferRequest, sink: ResponseSink, model: Model, admitted: bool, progress: Progress | None
+    ) -> Call:
         """Has a thread check the request; if it is refused, its sink hears of it."""
         admitted = admitted or not self._exiting
         if request.sequence is not None:
@@ -156,10 +161,10 @@ class Engine:
                 checked.set_result(model.check(request, True))
             except InvalidArgument as error:
                 checked.set_exception(error)
-            return self.infer(request, sink, model, checked, admitted)
+            return self.infer(request, sink, model, checked, admitted, progress)
         model.lease()
         checking = _Checking()
-        call = Call(request, 1, None, sink, model, checking)
+        call = Call(request, 1, None, sink, model, checking, progress)
         task = asyncio.get_running_loop().create_task(self._infer_checked(call, checking, model, admitted))
         self._checking.add(task)
         task.add_done_callback(self._checking.discard)
@@ -173,7 +178,7 @@ class Engine:
             asked.fail_cancelled()
             return
         try:
-            checking.call = self.infer(asked.request, asked.sink, model, checked, admitted)
+            checking.call = self.infer(asked.request, asked.sink, model, checked, admitted, asked.progress)
         except NaiadError as error:
             error.refused = True
             asked.sink.send(error, True)

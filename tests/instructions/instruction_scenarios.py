@@ -11,6 +11,7 @@ import gc
 import importlib.machinery
 import itertools
 import mmap
+import os
 import socket
 import struct
 import sys
@@ -49,6 +50,7 @@ from naiad.config.model_config import ModelConfig  # noqa: E402
 from naiad.config.parse import parse_text, to_dict  # noqa: E402
 from naiad.datatypes import DataType  # noqa: E402
 from naiad.engine import Engine  # noqa: E402
+from naiad.frontends.access import logged  # noqa: E402
 from naiad.frontends.grpc.frames import PREFACE  # noqa: E402
 from naiad.frontends.grpc.head import OK_TRAILERS  # noqa: E402
 from naiad.frontends.grpc.options import GrpcOptions  # noqa: E402
@@ -76,6 +78,7 @@ from naiad.scheduling.dynamic import DynamicScheduler  # noqa: E402
 from naiad.scheduling.queue import RequestQueue  # noqa: E402
 from naiad.scheduling.scheduler import Call  # noqa: E402
 from naiad.statistics import ModelStatistics  # noqa: E402
+from naiad.telemetry.log import Log  # noqa: E402
 
 BATCH = 32
 ARENA_SIZE = 1 << 20
@@ -376,9 +379,17 @@ class _Transport:
         return ("127.0.0.1", 12345)
 
 
-def _http(message: bytes) -> Once:
+def _logged(engine: Engine, protocol: str) -> tuple[Engine, Callable[[], None]]:
+    """The engine with the access log around it, and what writes the lines that wait."""
+    log = Log()
+    log.configure(file=os.devnull)
+    return logged(engine, protocol, log), log.flush
+
+
+def _http(message: bytes, with_access_log: bool = False) -> Once:
     server = _Server()
-    frontend = HttpFrontend(server.engine, regions=Regions())
+    engine, flush = _logged(server.engine, "HTTP") if with_access_log else (server.engine, None)
+    frontend = HttpFrontend(engine, regions=Regions())
     connections = Connections()
     open_connections = [Connection(frontend, connections) for _ in range(BATCH)]
     transports = [_Transport() for _ in open_connections]
@@ -394,6 +405,9 @@ def _http(message: bytes) -> Once:
             (reply,) = transport.written
             assert reply.startswith(b"HTTP/1.1 200 OK\r\n")
             transport.written.clear()
+        if flush is not None:
+            await turn()
+            flush()
 
     return once
 
@@ -406,10 +420,18 @@ def http_json() -> Once:
     return _http(HEAD % (b"application/json", b"", len(JSON_BODY)) + JSON_BODY)
 
 
+_LENGTH = b"Inference-Header-Content-Length: %d\r\n" % len(BINARY_HEADER)
+HTTP_BINARY = HEAD % (b"application/octet-stream", _LENGTH, len(BINARY_BODY)) + BINARY_BODY
+
+
 @scenario("HTTP binary, from the socket to the reply", requests=BATCH, runs=12)
 def http_binary() -> Once:
-    length = b"Inference-Header-Content-Length: %d\r\n" % len(BINARY_HEADER)
-    return _http(HEAD % (b"application/octet-stream", length, len(BINARY_BODY)) + BINARY_BODY)
+    return _http(HTTP_BINARY)
+
+
+@scenario("HTTP binary with the access log", requests=BATCH, runs=12)
+def http_logged() -> Once:
+    return _http(HTTP_BINARY, with_access_log=True)
 
 
 _DATA, _HEADERS, _SETTINGS, _WINDOW_UPDATE = 0, 1, 4, 8
@@ -431,8 +453,18 @@ def _frame(kind: int, flags: int, stream: int, content: bytes) -> bytes:
 
 @scenario("gRPC, from the socket to the reply", requests=BATCH, runs=12)
 def grpc() -> Once:
+    return _grpc()
+
+
+@scenario("gRPC with the access log", requests=BATCH, runs=12)
+def grpc_logged() -> Once:
+    return _grpc(with_access_log=True)
+
+
+def _grpc(with_access_log: bool = False) -> Once:
     server = _Server()
-    frontend = GrpcFrontend(server.engine, GrpcOptions(), Regions())
+    engine, flush = _logged(server.engine, "GRPC") if with_access_log else (server.engine, None)
+    frontend = GrpcFrontend(engine, GrpcOptions(), Regions())
     connection = frontend._connect()
     transport = _Transport()
     connection.connection_made(transport)
@@ -461,6 +493,8 @@ def grpc() -> Once:
         await server.execute()
         await turn()
         assert b"".join(transport.written).count(OK_TRAILERS) == BATCH
+        if flush is not None:
+            flush()
 
     return once
 

@@ -322,7 +322,9 @@ class _Flight:
         """Hands the execution to the inner scheduler. Raises what that raises; then there is no flight."""
         first = self._first
         first.lease.lease()
-        inner = Call(first.request, first.rows, first.signature, self, first.lease, self._scheduler.inner)
+        inner = Call(
+            first.request, first.rows, first.signature, self, first.lease, self._scheduler.inner, first.progress
+        )
         inner.is_late = first.is_late
         self._inner = inner
         try:

@@ -16,7 +16,7 @@ from naiad.messages import InferRequest, InferResponse, Result
 from naiad.scheduling.queue import Batch, RequestQueue, WaitUntil
 from naiad.scheduling.returns import WORTH_WAITING_NS
 from naiad.scheduling.scheduler import Call, delay_from
-from naiad.scheduling.turns import STOPPED, TurnScheduler, trace_execution
+from naiad.scheduling.turns import STOPPED, TurnScheduler, note_beginning, note_end, trace_execution
 from naiad.statistics import ModelStatistics
 
 #: In place of the execution of a call that is out of the queue and is refused together with others: the end of one can
@@ -27,7 +27,17 @@ _REFUSED = object()
 class Execution:
     """A batch on its way through an instance; implements `instances.instance.Execution`."""
 
-    __slots__ = ("calls", "instance", "is_traced", "requests", "rows", "scheduler", "total_rows", "unanswered")
+    __slots__ = (
+        "calls",
+        "instance",
+        "is_noted",
+        "is_traced",
+        "requests",
+        "rows",
+        "scheduler",
+        "total_rows",
+        "unanswered",
+    )
 
     def __init__(self, scheduler: "DynamicScheduler", calls: list[Call], total_rows: int, instance: Instance) -> None:
         self.scheduler = scheduler
@@ -37,7 +47,7 @@ class Execution:
         self.requests: Sequence[InferRequest] = [call.request for call in calls]
         self.rows: Sequence[int] = [call.rows for call in calls]
         self.unanswered = len(calls)
-        self.is_traced = False
+        self.is_noted = self.is_traced = False
         self._join(calls, 0)
 
     def _join(self, calls: list[Call], start: int) -> None:
@@ -47,6 +57,8 @@ class Execution:
             if call.request.trace is not None:
                 call.request.trace.executing()
                 self.is_traced = True
+        if note_beginning(calls):
+            self.is_noted = True
 
     def deliver(self, index: int, result: Result | None, final: bool) -> None:
         call = self.calls[index]
@@ -146,6 +158,8 @@ class DynamicScheduler(TurnScheduler):
         if times.end_ns - times.start_ns >= WORTH_WAITING_NS:
             calls = execution.calls
             self._queue.answered(len(calls), calls[0].signature, times.start_ns, times.end_ns)
+        if execution.is_noted:
+            note_end(execution.calls, times)
         if execution.is_traced:
             trace_execution(execution.requests, times)
 

@@ -51,10 +51,23 @@ class Lease(Protocol):
     def release(self) -> None: ...
 
 
+class Progress:
+    """How far a call has come, for who wants to know. `version` is the one that takes it; the times are ns of
+    CLOCK_MONOTONIC, 0 for what has not been: an instance has the call; its first execution began; its last one ended."""
+
+    __slots__ = ("end_ns", "executing_ns", "start_ns", "version")
+
+    def __init__(self, version: int) -> None:
+        self.version = version
+        self.executing_ns = 0
+        self.start_ns = 0
+        self.end_ns = 0
+
+
 class Call(Queued):
     """One request on its way. Made by the engine; owned by the scheduler it was submitted to."""
 
-    __slots__ = ("cancelled", "execution", "index", "is_late", "lease", "scheduler", "sink")
+    __slots__ = ("cancelled", "execution", "index", "is_late", "lease", "progress", "scheduler", "sink")
 
     def __init__(
         self,
@@ -64,11 +77,13 @@ class Call(Queued):
         sink: ResponseSink,
         lease: Lease,
         scheduler: Scheduler,
+        progress: Progress | None = None,
     ) -> None:
         super().__init__(request, rows, signature, time.monotonic_ns())
         self.sink = sink
         self.lease = lease
         self.scheduler = scheduler
+        self.progress = progress
         self.cancelled = False
         #: It came when the server was about to end: what it would begin is refused.
         self.is_late = False

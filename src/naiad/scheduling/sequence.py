@@ -20,7 +20,7 @@ from naiad.scheduling.queue import WaitUntil
 from naiad.scheduling.scheduler import Call, FailureReason, delay_from
 from naiad.scheduling.slots import Direct, Oldest, Round, Slots, Step
 from naiad.scheduling.states import States, nulls
-from naiad.scheduling.turns import STOPPED, TurnScheduler, trace_execution
+from naiad.scheduling.turns import STOPPED, TurnScheduler, note_beginning, note_end, trace_execution
 from naiad.statistics import ModelStatistics
 
 
@@ -49,6 +49,7 @@ class SequenceExecution:
                 step.index = index
                 if step.request.trace is not None:
                     step.request.trace.executing()
+        note_beginning([step.call for step in steps if step is not None])
 
     def deliver(self, index: int, result: Result | None, final: bool) -> None:
         # Nobody has asked for the row of an empty slot.
@@ -215,6 +216,7 @@ class SequenceScheduler(TurnScheduler):
         times = self._executed(calls, row_count, times, succeeded, null_rows=row_count - len(calls))
         for step in execution.again:
             step.call.queued_ns = times.end_ns
+        note_end(calls, times)
         trace_execution(execution.requests, times)
 
     # ---- decisions --------------------------------------------------------------------------------------

@@ -179,6 +179,25 @@ def count_execution(
         statistics.latencies.add_batch(queued_ns, times.start_ns, times.end_ns)
 
 
+def note_beginning(calls: Iterable[Call]) -> bool:
+    """Notes that an instance has the calls, where somebody wants to know; whether anybody does."""
+    now_ns = 0
+    for call in calls:
+        if (progress := call.progress) is not None:
+            now_ns = now_ns or time.monotonic_ns()
+            progress.executing_ns = progress.executing_ns or now_ns
+    return now_ns != 0
+
+
+def note_end(calls: Iterable[Call], times: ComputeTimes) -> None:
+    """Notes the times of an execution that has ended."""
+    start_ns, end_ns = times.start_ns, times.end_ns
+    for call in calls:
+        if (progress := call.progress) is not None:
+            progress.start_ns = progress.start_ns or start_ns
+            progress.end_ns = end_ns
+
+
 def trace_execution(requests: Sequence[InferRequest], times: ComputeTimes) -> None:
     """Tells the traces of an executed batch its times."""
     for request in requests:

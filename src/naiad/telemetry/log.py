@@ -9,11 +9,12 @@ first.
 import json
 import logging
 import os
+import stat
 import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import lru_cache
 from types import FrameType
@@ -34,23 +35,6 @@ SETTINGS: dict[str, type] = {
 }
 FORMATS = ("default", "ISO8601", "json")
 _LEVELS = {"I": "INFO", "W": "WARNING", "E": "ERROR"}
-#: What a line of the access log says, texts as JSON.
-AccessFields = tuple[str, str, int, str, str, int, int, int, int, int, int]
-_ACCESS_NAMES = (
-    "protocol",
-    "model",
-    "version",
-    "id",
-    "status",
-    "queue_us",
-    "compute_us",
-    "total_us",
-    "bytes_in",
-    "bytes_out",
-    "responses",
-)
-_ACCESS = "access " + " ".join([f"{name}=%s" for name in _ACCESS_NAMES])
-_ACCESS_JSON = ", ".join([f'"{name}": %s' for name in _ACCESS_NAMES])
 #: What makes the lines may be compiled, which leaves no frame to take a place from.
 _ACCESS_PLACE = ("access.py", 1)
 #: What the kernel writes to a pipe in one piece, so that what others write there does not come between.
@@ -78,6 +62,9 @@ class Log:
         self._file: TextIO | None = None
         #: Lines of the access log that are not written yet. Other threads write them before their own.
         self._held: deque[str] = deque()
+        #: Whether the sink that lines of the access log were written to last is a file.
+        self._asked: TextIO | None = None
+        self._is_file = False
 
     def configure(
         self,
@@ -151,29 +138,39 @@ class Log:
         if wanted:
             self._line("I" if level == "VERBOSE" else level[0], message, file, line)
 
-    def access(self, requests: Iterable[AccessFields]) -> None:
-        """Logs requests, whatever levels are on: whoever does not want it does not ask for it. The lines are written
-        by `flush`, or before the next line of another kind."""
-        time_ns, pid, (file, line) = time.time_ns(), os.getpid(), _ACCESS_PLACE
+    def access_head(self, time_ns: int) -> str:
+        """The beginning of lines of the access log that are from a time (ns since 1970), in the format json an object
+        that is still open. They are written whatever levels are on: whoever does not want them does not ask for them."""
+        pid, (file, line) = os.getpid(), _ACCESS_PLACE
         if self.log_format == "json":
-            head = as_json("I", time_ns, pid, file, line, "access").removesuffix("}")
-            form = f"{head}, {_ACCESS_JSON}}}\n"
-        else:
-            form = f"{prefix('I', time_ns, pid, file, line, self.log_format)}] {_ACCESS}\n"
-        self._held.extend([form % fields for fields in requests])
+            return as_json("I", time_ns, pid, file, line, "access").removesuffix("}")
+        return f"{prefix('I', time_ns, pid, file, line, self.log_format)}] "
+
+    def hold(self, lines: str) -> None:
+        """Takes lines of the access log, to be written by `flush`, or before the next line of another kind."""
+        self._held.append(lines)
 
     def flush(self) -> None:
         """Writes the lines of the access log that are not written yet."""
         held = self._held
+        texts: list[str] = []
+        with suppress(IndexError):  # this was all
+            while True:
+                texts.append(held.popleft())
+        if not texts:
+            return
         sink: TextIO = self._file or sys.stdout
-        while held:
-            text = ""
-            try:
-                while not text or len(text) + len(held[0]) <= _PIPE_BYTES:
-                    text += held.popleft()
-            except IndexError:
-                pass  # this was all
-            _write(sink, text)
+        text = "".join(texts)
+        if sink is not self._asked:
+            self._asked, self._is_file = sink, _is_file(sink)
+        most = len(text) if self._is_file else _PIPE_BYTES
+        begin = 0
+        while begin < len(text):
+            end = begin + most
+            if end < len(text):
+                end = text.rfind("\n", begin, end) + 1 or text.index("\n", end) + 1
+            _write(sink, text[begin:end])
+            begin = end
 
     def _line(
         self,
@@ -236,6 +233,14 @@ def _problem(key: str, value: Any) -> NaiadError | None:
     if key == "log_format" and value not in FORMATS:
         return Unavailable(f"invalid argument for --log_format, got: {value}")
     return None
+
+
+def _is_file(sink: TextIO) -> bool:
+    """Whether what is written there at once stays together, however much it is."""
+    try:
+        return stat.S_ISREG(os.fstat(sink.fileno()).st_mode)
+    except (OSError, ValueError):
+        return False
 
 
 def _write(sink: TextIO, text: str) -> None:

@@ -2,13 +2,15 @@ import io
 import json
 import logging
 import re
+import time
 from datetime import datetime, timedelta
 
 import pytest
 
 from naiad.errors import Internal, InvalidArgument, NaiadError, Unavailable, Unsupported
 from naiad.metadata import IndexEntry
-from naiad.telemetry.log import SETTINGS, Log, bridge, prefix, quoted
+from naiad.telemetry.access_lines import AccessLines
+from naiad.telemetry.log import SETTINGS, Log, bridge, prefix
 from naiad.telemetry.tables import plain_table, row, show_models
 
 DEFAULT = re.compile(r"^([IWE])\d{4} \d\d:\d\d:\d\d\.\d{6} \d+ ([\w.]+):(\d+)\] (.*)$")
@@ -16,7 +18,7 @@ NAMES = [
     *("protocol", "model", "version", "id", "status"),
     *("queue_us", "compute_us", "total_us", "bytes_in", "bytes_out", "responses"),
 ]
-ACCESS = ('"HTTP"', '"a b"', 3, '"ü"', '"OK"', 5, 6, 12, 20, 24, 1)
+ACCESS = ("a b", 3, "ü", "OK", 5, 6, 12, 20, 24, 1)
 WHOLE = {
     "log_file": "",
     "log_info": True,
@@ -25,6 +27,15 @@ WHOLE = {
     "log_verbose_level": 0,
     "log_format": "default",
 }
+
+
+def access(log, *requests):
+    """Has the log hold the lines of requests that end now."""
+    lines = AccessLines("HTTP", log.log_format, log.access_head)
+    lines.begin(time.time_ns())
+    for request in requests:
+        lines.add(*request)
+    log.hold(lines.take())
 
 
 def test_prefixes():
@@ -300,21 +311,21 @@ def test_lines_as_json_objects(capsys):
     log = Log()
     log.configure(format="json")
     log.warning('a "b"\nc')
-    log.access([ACCESS])
+    access(log, ACCESS)
     log.flush()
     printed = capsys.readouterr()
-    warning, access = json.loads(printed.err), json.loads(printed.out)
+    warning, line = json.loads(printed.err), json.loads(printed.out)
     assert (warning["level"], warning["message"], warning["file"]) == ("WARNING", 'a "b"\nc', "test_log.py")
     assert datetime.fromisoformat(warning["time"]).utcoffset() == timedelta(0)
-    assert (access["level"], access["message"], access["file"]) == ("INFO", "access", "access.py")
-    assert list(access)[-11:] == NAMES
-    assert (access["model"], access["version"], access["id"], access["queue_us"]) == ("a b", 3, "ü", 5)
+    assert (line["level"], line["message"], line["file"]) == ("INFO", "access", "access.py")
+    assert list(line)[-11:] == NAMES
+    assert (line["model"], line["version"], line["id"], line["queue_us"]) == ("a b", 3, "ü", 5)
 
 
 def test_access_lines_are_written_whatever_levels_are_on(capsys):
     log = Log()
     log.configure(info=False)
-    log.access([ACCESS])
+    access(log, ACCESS)
     log.flush()
     values = 'protocol="HTTP" model="a b" version=3 id="ü" status="OK" queue_us=5 compute_us=6 total_us=12'
     (line,) = map(DEFAULT.match, capsys.readouterr().out.splitlines())
@@ -325,10 +336,10 @@ def test_access_lines_are_written_whatever_levels_are_on(capsys):
 def test_access_lines_come_together_and_before_what_is_said_later(capsys, tmp_path):
     log = Log()
     log.configure(file=str(tmp_path / "log"))
-    log.access([ACCESS, ACCESS])
+    access(log, ACCESS, ACCESS)
     assert not (tmp_path / "log").read_text()
     log.info("after")
-    log.access([ACCESS])
+    access(log, ACCESS)
     log.close()
     said = [line.split("] ")[1] for line in (tmp_path / "log").read_text().splitlines()]
     assert [text.split()[0] for text in said] == ["access", "access", '"after"', "access"]
@@ -339,9 +350,13 @@ def test_access_lines_come_together_and_before_what_is_said_later(capsys, tmp_pa
 class Pieces(io.TextIOWrapper):
     """A sink that remembers what each write had."""
 
-    def __init__(self, encoding):
-        super().__init__(io.BytesIO(), encoding)
+    def __init__(self, encoding, sink=None):
+        super().__init__(io.BytesIO() if sink is None else sink, encoding)
         self.written = []
+
+    @classmethod
+    def open(cls, path):
+        return cls("utf-8", path.open("wb"))
 
     def write(self, text):
         self.written.append(text)
@@ -352,8 +367,8 @@ def test_access_lines_are_written_in_pieces_that_nothing_comes_between(monkeypat
     sink = Pieces("utf-8")
     monkeypatch.setattr("sys.stdout", sink)
     log = Log()
-    longer = (*ACCESS[:3], quoted("x" * 5000), *ACCESS[4:])
-    log.access([ACCESS] * 50 + [longer, ACCESS])
+    longer = (*ACCESS[:2], "x" * 5000, *ACCESS[3:])
+    access(log, *[ACCESS] * 50, longer, ACCESS)
     log.flush()
     assert "".join(sink.written).count("\n") == 52
     assert 3 <= len(sink.written) < 8
@@ -362,12 +377,23 @@ def test_access_lines_are_written_in_pieces_that_nothing_comes_between(monkeypat
         assert len(piece) <= 4096 or piece.count("\n") == 1
 
 
+def test_access_lines_go_to_a_file_all_at_once(tmp_path, monkeypatch):
+    log = Log()
+    with Pieces.open(tmp_path / "out") as sink:
+        monkeypatch.setattr("sys.stdout", sink)
+        access(log, *[ACCESS] * 100)
+        access(log, ACCESS)
+        log.flush()
+        assert [piece.count("\n") for piece in sink.written] == [101]
+    assert (tmp_path / "out").read_text(encoding="utf-8").count("\n") == 101
+
+
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
 def test_what_a_client_sends_does_not_cost_the_lines_of_others(monkeypatch, encoding):
     sink = Pieces(encoding)
     monkeypatch.setattr("sys.stdout", sink)
     log = Log()
-    log.access([ACCESS, (*ACCESS[:3], quoted("\udcff"), *ACCESS[4:])])
+    access(log, ACCESS, (*ACCESS[:2], "\udcff", *ACCESS[3:]))
     log.flush()
     first, second = "".join(sink.written).splitlines()
     assert "bytes_in=20" in first
@@ -387,7 +413,7 @@ def test_access_lines_that_cannot_be_written_are_dropped(monkeypatch):
     closed.close()
     monkeypatch.setattr("sys.stdout", closed)
     log = Log()
-    log.access([ACCESS])
+    access(log, ACCESS)
     log.flush()
     written = io.StringIO()
     monkeypatch.setattr("sys.stdout", written)

@@ -94,6 +94,9 @@ class Servicer:
         forward: str = "",
     ) -> None:
         self._engine = engine
+        # Each request would look them up and bind them.
+        self._engine_model = engine.model
+        self._engine_infer = engine.infer
         self._regions = regions
         self._trace_settings = trace_settings
         self._traces = off() if trace_settings is None else trace_settings
@@ -126,7 +129,7 @@ class Servicer:
         start_ns = time.monotonic_ns() if self._traces.active else 0
         if (known := recall(data)) is not None:
             request, reply = known
-            model = self._engine.model(request.model_name, request.model_version)
+            model = self._engine_model(request.model_name, request.model_version)
             _check_unary(model)
         else:
             try:
@@ -142,13 +145,13 @@ class Servicer:
         if start_ns:
             request = self._traces.follow(request, "GRPC", start_ns, partial(_header, metadata))
         sink.expect(model, reply)
-        infer = self._engine.infer
+        infer = self._engine_infer
         return infer(request, sink, model) if reply.use is None else reply.use.during(infer, request, sink, model)
 
     def model(self, message: Message) -> tuple[ServedModel, int]:
         """The model that a ModelInferRequest is for, and the version it asks for."""
         version = parse_version(message.model_version)
-        return self._engine.model(message.model_name, version), version
+        return self._engine_model(message.model_name, version), version
 
     def _unary_model(self, message: Message) -> tuple[ServedModel, int]:
         model, version = self.model(message)
@@ -211,7 +214,7 @@ class Servicer:
         if start_ns:
             request = self._traces.follow(request, "GRPC", start_ns, partial(_header, metadata))
         sink.expect(model, reply)
-        infer = self._engine.infer
+        infer = self._engine_infer
         return infer(request, sink, model) if reply.use is None else reply.use.during(infer, request, sink, model)
 
     def _forwarded(self, request: InferRequest, metadata: Metadata, pattern: re.Pattern[str]) -> InferRequest:

@@ -173,6 +173,9 @@ class Inference:
         traces: TraceSettings | None = None,
     ) -> None:
         self.engine = engine
+        # Each request would look them up and bind them.
+        self._engine_model = engine.model
+        self._engine_infer = engine.infer
         self._regions = regions
         self._forwarding = forwarding
         self._max_input_size = max_input_size
@@ -183,7 +186,7 @@ class Inference:
     def infer(self, exchange: Exchange, name: str, version: int) -> Coroutine[Any, Any, None] | None:
         """Submits the request; the reply is sent when the model has answered. What takes long to read is read in a
         thread, by the coroutine that is returned then."""
-        model: ServedModel = self.engine.model(name, version)
+        model: ServedModel = self._engine_model(name, version)
         if model.decoupled:
             raise Unsupported(_DECOUPLED)
         facts = self._facts(exchange)
@@ -284,7 +287,7 @@ class Inference:
         if start_ns:
             request = self.traces.follow(request, "HTTP", start_ns, exchange.headers.get)
         reply = _Reply(exchange, plan, model, regions, self._facts(exchange).accepted, self._tasks)
-        infer = self.engine.infer
+        infer = self._engine_infer
         call = infer(request, reply, model) if use is None else use.during(infer, request, reply, model)
         if not exchange.is_answered:
             exchange.on_disconnect = call.cancel
