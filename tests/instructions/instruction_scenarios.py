@@ -67,7 +67,7 @@ from naiad.instances.host import SocketLink, model_context  # noqa: E402
 from naiad.instances.instance import ComputeTimes  # noqa: E402
 from naiad.instances.process import Tenant  # noqa: E402
 from naiad.instances.process_instance import Limits, ProcessInstance  # noqa: E402
-from naiad.messages import InferRequest, InferResponse, Tensor  # noqa: E402
+from naiad.messages import InferRequest, InferResponse, ResponseSink, Tensor  # noqa: E402
 from naiad.models.check import RequestCheck  # noqa: E402
 from naiad.models.model import Model  # noqa: E402
 from naiad.models.table import ModelTable, Record  # noqa: E402
@@ -75,6 +75,7 @@ from naiad.protocol import json_codec, proto_codec  # noqa: E402
 from naiad.protocol.outputs import ALL_JSON  # noqa: E402
 from naiad.protocol.regions import Regions  # noqa: E402
 from naiad.scheduling.dynamic import DynamicScheduler  # noqa: E402
+from naiad.scheduling.ensemble import EnsembleScheduler, members_of  # noqa: E402
 from naiad.scheduling.queue import RequestQueue  # noqa: E402
 from naiad.scheduling.scheduler import Call  # noqa: E402
 from naiad.statistics import ModelStatistics  # noqa: E402
@@ -267,6 +268,43 @@ def scheduler() -> Once:
         while instance.batch is None:
             await turn()
         instance.answer()
+
+    return once
+
+
+def _member(number: int, source: str, made: str) -> str:
+    return f"""{{ model_name: "step{number}" model_version: -1
+        input_map {{ key: "INPUT0" value: "{source}" }} output_map {{ key: "OUTPUT0" value: "{made}" }} }}"""
+
+
+@scenario("ensemble of three steps, between its models", runs=100)
+def ensemble() -> Once:
+    steps = ", ".join([_member(0, "INPUT0", "first"), _member(1, "first", "second"), _member(2, "second", "OUTPUT0")])
+    config = ModelConfig(
+        parse_text(
+            f"""
+            name: "ensemble" platform: "ensemble" max_batch_size: 64 ensemble_scheduling {{ step [ {steps} ] }}
+            input [ {{ name: "INPUT0" data_type: TYPE_FP32 dims: [ -1 ] }} ]
+            output [ {{ name: "OUTPUT0" data_type: TYPE_FP32 dims: [ -1 ] }} ]
+            """
+        )
+    )
+    members = members_of(config, {f"step{number}": CONFIG for number in range(3)})
+    asked: list[ResponseSink] = []
+    lease = _Lease()
+
+    def infer(request: InferRequest, sink: ResponseSink, admitted: bool) -> Call:
+        asked.append(sink)
+        return Call(request, 1, None, sink, lease, runner)
+
+    runner = EnsembleScheduler(config, 1, members, lease.statistics, infer, _fail)
+
+    def once() -> None:
+        call = Call(REQUEST, 1, None, _Sink(), lease, runner)
+        runner.submit(call)
+        for _ in members:
+            asked.pop().send(RESPONSE, True)
+        assert call.ended
 
     return once
 
