@@ -303,7 +303,7 @@ class RequestQueue:
         closed = rows >= self._max_rows
         if not closed:
             for call in waiting:
-                if rows + call.rows > self._largest_preferred and not preferred_count:
+                if self._preferred and rows + call.rows > self._largest_preferred and not preferred_count:
                     preferred_count, preferred_rows = count, rows
                 if rows + call.rows > self._max_rows or call.signature != first.signature:
                     closed = True

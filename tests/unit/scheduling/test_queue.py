@@ -171,7 +171,7 @@ AFTER = (800 * MS, 1000 * MS)  # waits until 1004 ms at the latest
         (RequestQueue(8, max_delay_ns=1), [FakeCall()], "delay"),
         (RequestQueue(8, levels=2, default_level=1), [FakeCall()], "delay"),
         (RequestQueue(8), [FakeCall(rows=8)], "full"),
-        (RequestQueue(8), [FakeCall(rows=5), FakeCall(rows=4)], "preferred size"),
+        (RequestQueue(8), [FakeCall(rows=5), FakeCall(rows=4)], "full"),
         (RequestQueue(8), [FakeCall(), FakeCall(signature=(4,))], "full"),
         (RequestQueue(8), [FakeCall(signature=(4,))], "delay"),
         (RequestQueue(8, default_policy=QueuePolicy(default_timeout_us=1_003_000)), [FakeCall()], "delay"),
