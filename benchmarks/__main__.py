@@ -71,14 +71,21 @@ def measure(workload: Workload, task: Task) -> Measurement:
 
 
 def compare(workload: Workload, options: argparse.Namespace, console: Console) -> list[report.Row]:
-    """All servers that can run the workload, in turns. One that fails is told of and left out."""
+    """All servers that can run the workload, in turns. One that fails is told of and left out, as is a workload of models
+    that cannot be made, for lack of their framework."""
     levels = [level for level in workload.levels if not options.in_flight or level in options.in_flight]
     servers = [name for name in workload.servers if not options.servers or name in options.servers]
     if not levels or not servers:
         return []
     turns: dict[str, list[Turn]] = {server: [] for server in servers}
     with tempfile.TemporaryDirectory() as folder:
-        models.write(Path(folder), workload.models)
+        try:
+            models.write(Path(folder), workload.models)
+        except (OSError, subprocess.SubprocessError) as error:
+            console.print(
+                f"{workload.name}: left out, its models cannot be made: {error}", markup=False, highlight=False
+            )
+            return []
         for _ in range(options.repeats):
             for server in list(turns):
                 try:
@@ -147,10 +154,11 @@ def main() -> None:
             rows += compare(workload, options, console)
     except KeyboardInterrupt:
         console.print("interrupted; what is measured is kept")
-    report.print_table(rows)
-    everything = report.merged(rows, options.results / "results.json", [workload.name for workload in WORKLOADS])
-    for file in report.write(everything, machine(options), options.results):
-        console.print(f"wrote {file}")
+    finally:
+        report.print_table(rows)
+        everything = report.merged(rows, options.results / "results.json", [workload.name for workload in WORKLOADS])
+        for file in report.write(everything, machine(options), options.results):
+            console.print(f"wrote {file}")
 
 
 if __name__ == "__main__":
