@@ -21,7 +21,7 @@ def available_cores(root: Path = Path("/")) -> int:
     """
     cpus = os.sched_getaffinity(0)
     cores = len({_siblings(root, cpu) for cpu in cpus})
-    return max(1, math.ceil(min(cores, cpu_quota(root))))
+    return max(1, math.ceil(min(cores, _cgroup_quota(root))))
 
 
 def awake_processes(root: Path = Path("/")) -> int | None:
@@ -30,7 +30,7 @@ def awake_processes(root: Path = Path("/")) -> int | None:
     On cores that are theirs they give way to each other, but where a quota counts what they take on a larger machine,
     all of them would soon be stopped for the rest of its period. With a single core they would only be in the way.
     """
-    quota = cpu_quota(root)
+    quota = _cgroup_quota(root)
     if min(available_cores(root), quota) < 2:
         return 0
     return None if quota >= len(os.sched_getaffinity(0)) else math.floor(quota)
@@ -83,7 +83,7 @@ def _siblings(root: Path, cpu: int) -> str:
         return str(cpu)
 
 
-def cpu_quota(root: Path = Path("/")) -> float:
+def _cgroup_quota(root: Path) -> float:
     """The smallest CPU quota, in cores, of this process's cgroup and those above it; infinity without one."""
     quota = math.inf
     try:
