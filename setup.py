@@ -11,8 +11,13 @@ import sys
 from setuptools import Extension, setup
 from setuptools.command.build import build
 
-#: What a request passes on its way. Compiled classes cannot be subclassed by modules that are not.
+#: What a request passes on its way. Compiled classes cannot be subclassed by modules that are not, unless they say so.
 HOT_PATH = (
+    "backends/python/backend",
+    "backends/python/request",
+    "backends/python/response",
+    "backends/python/sender",
+    "backends/python/tensor",
     "engine",
     "frontends/access",
     "frontends/connections",

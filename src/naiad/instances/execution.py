@@ -670,13 +670,17 @@ class RequestExecution:
                 return None
             arrays: list[Array] = [head]
             if len(results) > 1:
+                if shape[0] != rows[0]:
+                    return None
                 rest = shape[1:]
                 # The errors have been sorted out.
                 arrays = [result.outputs[name] for result in results]  # type: ignore[union-attr]
                 for array, row_count in zip(arrays, rows, strict=True):
-                    if not isinstance(array, np.ndarray) or array.dtype != dtype:
+                    if not isinstance(array, np.ndarray):
                         return None
-                    if array.shape[:1] != (row_count,) or array.shape[1:] != rest:
+                    if array.dtype is not dtype and array.dtype != dtype:
+                        return None
+                    if array.shape != (shape if row_count == rows[0] else (row_count, *rest)):
                         return None
                 shape = (sum(rows), *rest)
             column = _Column(name, datatype, shape, arrays)

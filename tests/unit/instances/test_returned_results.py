@@ -133,6 +133,7 @@ ONE_BY_ONE = {
     "other widths": ([answer(A=f4(1, 3)), answer(A=f4(1, 2))], [1, 1]),
     "other ranks": ([answer(A=f4(1, 3)), answer(A=f4(1, 3, 1))], [1, 1]),
     "other rows": ([answer(A=f4(2, 3)), answer(A=f4(1, 3))], [1, 1]),
+    "other rows of all": ([answer(A=f4(2, 3)), answer(A=f4(2, 3))], [1, 1]),
     "other types": ([answer(A=f4(1, 3)), answer(A=f4(1, 3).astype(np.int32))], [1, 1]),
     "other outputs": ([answer(A=f4(1, 3)), answer(B=f4(1, 3))], [1, 1]),
     "another order": ([answer(A=f4(1, 2), B=f4(1, 1)), answer(B=f4(1, 1), A=f4(1, 2, start=5))], [1, 1]),

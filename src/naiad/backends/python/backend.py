@@ -9,9 +9,10 @@ import json
 import os
 import threading
 from collections.abc import Coroutine, Sequence
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, ClassVar, Literal
+
+from mypy_extensions import mypyc_attr
 
 from naiad.backends.api import (
     BackendRequest,
@@ -22,6 +23,7 @@ from naiad.backends.api import (
     RequestBackend,
 )
 from naiad.backends.python import current
+from naiad.backends.python.event_loop import EventLoop
 from naiad.backends.python.failures import end_fork, exception_text
 from naiad.backends.python.loading import model_class
 from naiad.backends.python.pb_utils import ModelConfig
@@ -38,12 +40,10 @@ _NO_RESPONSE = (
     "through request.get_response_sender()."
 )
 
-#: How long coroutines may take to end when their instance does.
-_CLOSE_S = 5.0
-
 _KINDS = {"KIND_CPU": "CPU", "KIND_GPU": "GPU", "KIND_MODEL": "MODEL"}
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class PythonBackend(RequestBackend):
     """One instance of the class `TritonPythonModel` in a model's file."""
 
@@ -79,14 +79,14 @@ class PythonBackend(RequestBackend):
         self._host = os.getpid()
         self._is_decoupled = bool(model.config.get("model_transaction_policy", {}).get("decoupled", False))
         self._is_iterative = bool(model.config.get("sequence_batching", {}).get("iterative_sequence", False))
-        self._loop: _EventLoop | None = None
+        self._loop: EventLoop | None = None
         self._instance = current.Instance(instance.name, model.services, _model_folder(model))
         current.enter(self._instance)
         try:
             self._model = model_class(model.path)()
             if asyncio.iscoroutinefunction(getattr(self._model, "is_ready", None)):
                 # Now, since readiness and requests come from different threads.
-                self._loop = _EventLoop()
+                self._loop = EventLoop()
             if hasattr(self._model, "initialize"):
                 self._model.initialize(_arguments(model, instance))
         except _FAILURES as error:
@@ -237,7 +237,7 @@ class PythonBackend(RequestBackend):
     def _run_coroutine(self, coroutine: Coroutine[Any, Any, Any], received: list[ReceivedRequest]) -> Any:
         """The result of a coroutine on the model's event loop; a decoupled model's goes on in the background."""
         if self._loop is None:
-            self._loop = _EventLoop()
+            self._loop = EventLoop()
         future = self._loop.run(coroutine)
         if not self._is_decoupled:
             return future.result()
@@ -250,44 +250,7 @@ class PythonBackend(RequestBackend):
         return None
 
     def _log(self, level: Literal["ERROR", "WARNING", "INFO", "VERBOSE"], message: str) -> None:
-        self._instance.services.log(level, message, __file__, 0)
-
-
-class _EventLoop:
-    """Where coroutines of a model run: a loop in a thread."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._host = os.getpid()
-        self._thread = threading.Thread(target=self._work, name="coroutines", daemon=True)
-        self._thread.start()
-
-    def run(self, coroutine: Coroutine[Any, Any, Any]) -> "Future[Any]":
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-
-    def close(self) -> None:
-        """Cancels what still runs. Code that blocks the loop is not waited for long: the process ends anyway."""
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(timeout=_CLOSE_S)
-
-    def _work(self) -> None:
-        is_stopped = False
-        while not is_stopped:
-            try:
-                self._loop.run_forever()
-                is_stopped = True
-            except (SystemExit, KeyboardInterrupt) as error:
-                end_fork(self._host, error)
-                # Of a coroutine, whose result it is too: whoever waits for that has yet to hear of it.
-                continue
-        self._loop.run_until_complete(_cancel(asyncio.all_tasks(self._loop)))
-        self._loop.close()
-
-
-async def _cancel(tasks: "set[asyncio.Task[Any]]") -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+        self._instance.services.log(level, message, "python.py", 0)
 
 
 def _results(

@@ -10,6 +10,7 @@ from naiad.errors import NaiadError, text_of
 
 #: Modules whose frames are not the model's. Triton's own part is not Python, so its texts do not show it either.
 _OWN = "naiad."
+_IMPORTS = "<frozen importlib."
 
 
 class TritonModelException(Exception):
@@ -30,21 +31,27 @@ def exception_text(error: BaseException) -> str:
     if isinstance(error, NaiadError):
         return text_of(error)
     text = f"{type(error).__name__}: {text_of(error)}"
+    # Compiled functions are frames of tracebacks only, which lead nowhere; importlib takes its own out of tracebacks.
+    outermost: FrameType | None = None
+    frame: FrameType | None = None
     traceback = error.__traceback__
-    if traceback is None:
-        return text
-    while traceback.tb_next is not None:
+    while traceback is not None:
+        if not _is_own(traceback.tb_frame):
+            frame = traceback.tb_frame
+            outermost = outermost or frame
         traceback = traceback.tb_next
     lines: list[str] = []
-    frame: FrameType | None = traceback.tb_frame
-    while frame is not None:
-        module = frame.f_globals.get("__name__", "")
-        if module == f"{__package__}.backend":
-            break
-        if not module.startswith(_OWN):
+    is_inside = True
+    while frame is not None and (is_inside or frame.f_code.co_filename.startswith(_IMPORTS)):
+        if not _is_own(frame):
             lines.append(f"  {frame.f_code.co_filename}({frame.f_lineno}): {frame.f_code.co_name}\n")
+        is_inside = is_inside and frame is not outermost
         frame = frame.f_back
     return f"{text}\n\nAt:\n{''.join(lines)}" if lines else text
+
+
+def _is_own(frame: FrameType) -> bool:
+    return bool(frame.f_globals.get("__name__", "").startswith(_OWN))
 
 
 def end_fork(host: int, error: BaseException) -> None:

@@ -23,8 +23,9 @@ from naiad.backends.python.request import (
     MemoryType,
     PreferredMemory,
     ResponseIterator,
+    get_input_tensor_by_name,
 )
-from naiad.backends.python.response import InferenceResponse, TritonError
+from naiad.backends.python.response import InferenceResponse, TritonError, get_output_tensor_by_name
 from naiad.backends.python.sender import InferenceResponseSender
 from naiad.backends.python.tensor import Tensor
 from naiad.backends.python.texts import text
@@ -83,20 +84,6 @@ TRITON_STRING_TO_NUMPY: dict[str, type] = {
     for datatype in DataType
     if datatype is not DataType.BF16
 }
-
-
-def get_input_tensor_by_name(inference_request: InferenceRequest, name: str) -> Tensor | None:
-    for tensor in inference_request.inputs():
-        if tensor._name == name:
-            return tensor
-    return None
-
-
-def get_output_tensor_by_name(inference_response: InferenceResponse, name: str) -> Tensor | None:
-    for tensor in inference_response.output_tensors():
-        if tensor._name == name:
-            return tensor
-    return None
 
 
 def get_input_config_by_name(model_config: ConfigDict, name: str) -> ConfigDict | None:

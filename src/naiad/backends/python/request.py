@@ -4,11 +4,13 @@ import asyncio
 import enum
 import json
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
+from operator import index
 from typing import Any
 
 import numpy as np
+from mypy_extensions import mypyc_attr
 
 from naiad import datatypes
 from naiad.backends.api import BackendRequest, Services
@@ -16,7 +18,7 @@ from naiad.backends.python import calls, current, dropped
 from naiad.backends.python.failures import TritonModelException
 from naiad.backends.python.response import ErrorCode, InferenceResponse, TritonError, checked_parameters
 from naiad.backends.python.sender import InferenceResponseSender
-from naiad.backends.python.tensor import Tensor, host_array, of_array
+from naiad.backends.python.tensor import Tensor, host_array
 from naiad.backends.python.texts import plain, text
 from naiad.datatypes import DataType
 from naiad.errors import NaiadError
@@ -35,9 +37,9 @@ class PreferredMemory:
 
     __slots__ = ("device_id", "memory_type")
 
-    def __init__(self, preferred_memory_type: MemoryType, preferred_device_id: int = 0) -> None:
-        self.memory_type = MemoryType(preferred_memory_type)
-        self.device_id = preferred_device_id
+    def __init__(self, preferred_memory_type: Any, preferred_device_id: Any = 0) -> None:
+        self.memory_type = MemoryType(index(preferred_memory_type))
+        self.device_id = index(preferred_device_id)
 
 
 class InferenceTrace:
@@ -54,8 +56,11 @@ class InferenceTrace:
         return self._context
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class InferenceRequest:
-    """A request for another model, made by a model."""
+    """A request for another model, made by a model. Arguments are declared as more than they may be: compiled code would
+    refuse the others before the checks here, in words of its own.
+    """
 
     __slots__ = (
         "_correlation_id",
@@ -75,17 +80,17 @@ class InferenceRequest:
 
     def __init__(
         self,
-        request_id: str = "",
-        correlation_id: int | str = 0,
-        inputs: Sequence[Tensor] | None = None,
-        requested_output_names: Sequence[str] | None = None,
-        model_name: str | None = None,
-        model_version: int = -1,
-        flags: int = 0,
-        timeout: int = 0,
+        request_id: object = "",
+        correlation_id: object = 0,
+        inputs: Iterable[Any] | None = None,
+        requested_output_names: Iterable[object] | None = None,
+        model_name: object = None,
+        model_version: Any = -1,
+        flags: Any = 0,
+        timeout: Any = 0,
         preferred_memory: PreferredMemory | None = None,
         trace: InferenceTrace | None = None,
-        parameters: Mapping[str, Any] | None = None,
+        parameters: Mapping[Any, Any] | None = None,
     ) -> None:
         if inputs is None or requested_output_names is None or model_name is None:
             raise TypeError("InferenceRequest needs inputs, requested_output_names and model_name")
@@ -104,9 +109,8 @@ class InferenceRequest:
         outputs = tuple(dict.fromkeys([text(name, needs) for name in requested_output_names]))
         if not all(outputs):
             raise TritonModelException(f"Requested output name {where}")
-        numbers = (correlation_id, model_version, flags, timeout)
-        if any(number is None for number in numbers):
-            raise TypeError("InferenceRequest takes no None as correlation_id, model_version, flags or timeout")
+        if correlation_id is None:
+            raise TypeError("InferenceRequest takes no None as correlation_id")
         if not isinstance(correlation_id, (int, str)):
             raise TritonModelException("Correlation ID must be integer or string")
         self._request_id = request_id
@@ -114,9 +118,9 @@ class InferenceRequest:
         self._inputs = tensors
         self._outputs = outputs
         self._model_name = model_name
-        self._model_version = model_version
-        self._flags = flags
-        self._timeout = timeout
+        self._model_version = index(model_version)
+        self._flags = index(flags)
+        self._timeout = index(timeout)
         self._trace = trace
         self._parameters = checked_parameters(parameters) if parameters else {}
         self._release_flags = REQUEST_RELEASE_ALL
@@ -137,8 +141,8 @@ class InferenceRequest:
     def flags(self) -> int:
         return self._flags
 
-    def set_flags(self, flags: int) -> None:
-        self._flags = flags
+    def set_flags(self, flags: Any) -> None:
+        self._flags = index(flags)
 
     def timeout(self) -> int:
         """In us; 0 is none."""
@@ -159,13 +163,13 @@ class InferenceRequest:
             "Unable to send response. Response sender has no reference to the decoupled state of the model."
         )
 
-    def set_release_flags(self, flags: int) -> None:
+    def set_release_flags(self, flags: Any) -> None:
         """Says whether the request is done when `execute` returns, or goes through it once more (RESCHEDULE)."""
         if flags not in (REQUEST_RELEASE_ALL, REQUEST_RELEASE_RESCHEDULE):
             raise TritonModelException(f"Unsupported release flags {flags} for request with id '{self.request_id()}'.")
-        self._release_flags = flags
+        self._release_flags = index(flags)
 
-    def exec(self, decoupled: bool = False) -> "InferenceResponse | ResponseIterator":
+    def exec(self, decoupled: object = False) -> "InferenceResponse | ResponseIterator":
         """Runs the request and blocks for its response, or with `decoupled` for the first and answers an iterator.
 
         Errors of the called model come as responses. Raises TritonModelException outside of `execute`.
@@ -184,7 +188,7 @@ class InferenceRequest:
             flags=self._flags,
             timeout_us=self._timeout,
             parameters=dict(self._parameters),
-            decoupled=decoupled,
+            decoupled=bool(decoupled),
             trace=0 if self._trace is None else self._trace._id,
         )
         try:
@@ -197,7 +201,7 @@ class InferenceRequest:
             return ResponseIterator(services, None, [refused]) if decoupled else refused
         return ResponseIterator(services, stream)
 
-    def async_exec(self, decoupled: bool = False) -> "asyncio.Future[InferenceResponse | ResponseIterator]":
+    def async_exec(self, decoupled: object = False) -> "asyncio.Future[InferenceResponse | ResponseIterator]":
         """`exec` in a thread; for `await`."""
         return asyncio.get_running_loop().run_in_executor(None, self.exec, decoupled)
 
@@ -224,7 +228,7 @@ class ReceivedRequest(InferenceRequest):
     def inputs(self) -> list[Tensor]:
         tensors = self._inputs
         if tensors is None:
-            tensors = self._inputs = [of_array(name, array) for name, array in self._source.inputs.items()]
+            tensors = self._inputs = [Tensor(name, array) for name, array in self._source.inputs.items()]
         return tensors
 
     def request_id(self) -> str:
@@ -257,7 +261,7 @@ class ReceivedRequest(InferenceRequest):
             sender = self._sender = InferenceResponseSender(self._source, self._is_decoupled)
         return sender
 
-    def exec(self, decoupled: bool = False) -> "InferenceResponse | ResponseIterator":
+    def exec(self, decoupled: object = False) -> "InferenceResponse | ResponseIterator":
         raise TritonModelException(
             "A request that a model has received cannot be executed. Make an InferenceRequest with its inputs."
         )
@@ -317,6 +321,14 @@ class ResponseIterator:
             self._endings.put(partial(_start_reading, self._services, self._stream))
 
 
+def get_input_tensor_by_name(inference_request: Any, name: str) -> Any:
+    """The `Tensor`, or None. Takes what has the same methods too, with which models are tested."""
+    for tensor in inference_request.inputs():
+        if tensor.name() == name:
+            return tensor
+    return None
+
+
 def _start_reading(services: Services, stream: int) -> None:
     threading.Thread(target=_read_to_end, args=(services, stream), name="dropped-stream", daemon=True).start()
 
@@ -340,9 +352,9 @@ def _value(tensor: Tensor) -> calls.TensorValue:
 def _tensor(value: calls.TensorValue) -> Tensor:
     datatype = datatypes.BY_NUMBER[value.datatype]
     if datatype is DataType.BYTES:
-        return of_array(value.name, datatypes.unpack_bytes(value.data, value.shape))
+        return Tensor(value.name, datatypes.unpack_bytes(value.data, value.shape))
     # A copy: model code may change it, and in the message it would not be aligned.
-    return of_array(value.name, np.frombuffer(value.data, datatype.numpy).reshape(value.shape).copy())
+    return Tensor(value.name, np.frombuffer(value.data, datatype.numpy).reshape(value.shape).copy())
 
 
 def _response(answer: calls.InferAnswer) -> InferenceResponse:

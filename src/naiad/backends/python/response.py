@@ -3,7 +3,10 @@
 import enum
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from operator import index
 from typing import Any, ClassVar
+
+from mypy_extensions import mypyc_attr
 
 from naiad.backends.api import BackendResponse
 from naiad.backends.python.failures import TritonModelException
@@ -26,6 +29,7 @@ class ErrorCode(enum.IntEnum):
     CANCELLED = 7
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class TritonError:
     """An error a model answers a request with; the client sees its code and its message."""
 
@@ -40,9 +44,9 @@ class TritonError:
 
     __slots__ = ("_code", "_message")
 
-    def __init__(self, message: str, code: ErrorCode = ErrorCode.INTERNAL) -> None:
+    def __init__(self, message: object, code: Any = ErrorCode.INTERNAL) -> None:
         self._message = text(message, "TritonError needs a str as its message")
-        self._code = ErrorCode(code)
+        self._code = ErrorCode(index(code))
 
     def message(self) -> str:
         return self._message
@@ -54,6 +58,7 @@ class TritonError:
         return f"<TritonError {self._code.name}: {self._message}>"
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class InferenceResponse:
     """The answer of a model to a request: tensors and parameters, or an error."""
 
@@ -61,9 +66,9 @@ class InferenceResponse:
 
     def __init__(
         self,
-        output_tensors: Iterable[Tensor] = (),
-        error: TritonError | None = None,
-        parameters: Mapping[str, Any] | None = None,
+        output_tensors: Iterable[Any] = (),
+        error: object = None,
+        parameters: Mapping[Any, Any] | None = None,
     ) -> None:
         tensors = list(output_tensors)
         for tensor in tensors:
@@ -94,7 +99,15 @@ class InferenceResponse:
         return f"<InferenceResponse {self._error or self._tensors}>"
 
 
-def checked_parameters(parameters: Mapping[str, Any]) -> dict[str, ParameterValue]:
+def get_output_tensor_by_name(inference_response: Any, name: str) -> Any:
+    """The `Tensor`, or None. Takes what has the same methods too, with which models are tested."""
+    for tensor in inference_response.output_tensors():
+        if tensor.name() == name:
+            return tensor
+    return None
+
+
+def checked_parameters(parameters: Mapping[Any, Any]) -> dict[str, ParameterValue]:
     """A copy of parameters a model gave. Raises TritonModelException for those Triton has no form for."""
     for key, value in parameters.items():
         if not isinstance(key, str):

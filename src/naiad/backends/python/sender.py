@@ -6,6 +6,7 @@ ends its request.
 
 import threading
 from functools import partial
+from typing import Any
 
 from naiad.backends.api import BackendRequest, BackendResponse
 from naiad.backends.python import dropped
@@ -37,7 +38,7 @@ class InferenceResponseSender:
         self._ended = None if is_decoupled else threading.Event()
         self._endings = dropped.endings()
 
-    def send(self, response: InferenceResponse | None = None, flags: int = 0) -> None:
+    def send(self, response: object = None, flags: Any = 0) -> None:
         """Sends a response, or with the flag TRITONSERVER_RESPONSE_COMPLETE_FINAL the last one, which may be None.
 
         Raises TritonModelException when there may be no such response, or it cannot be sent.

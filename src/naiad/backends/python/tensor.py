@@ -5,6 +5,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
+from mypy_extensions import mypyc_attr
 
 from naiad import datatypes
 from naiad.backends.python import dlpack
@@ -18,8 +19,10 @@ _BF16 = np.dtype(ml_dtypes.bfloat16)
 _EMPTY_NAME = "Tensor name cannot be an empty string."
 #: The dtypes an array is taken with as it is.
 _TAKEN = frozenset(datatype.numpy for datatype in DataType)
+_NOTHING: Array = np.empty(0)
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Tensor:
     """A named tensor. `numpy_array` is kept, not copied, unless it is not in C order."""
 
@@ -30,7 +33,7 @@ class Tensor:
     _array: Array | None
     _device: dlpack.DeviceTensor
 
-    def __init__(self, name: str, numpy_array: Array) -> None:
+    def __init__(self, name: object, numpy_array: Array) -> None:
         if type(name) is not str:
             name = text(name, "Tensor needs a str as its name")
         if not isinstance(numpy_array, np.ndarray):
@@ -87,12 +90,9 @@ class Tensor:
         return (dlpack.CPU, 0) if self._array is not None else self._device.device
 
     @staticmethod
-    def from_dlpack(name: str, tensor: Any) -> "Tensor":
+    def from_dlpack(name: object, tensor: Any) -> "Tensor":
         """A tensor of the memory of `tensor`: a DLPack capsule, or an object that makes one."""
-        if not name:
-            raise TritonModelException(_EMPTY_NAME)
-        self = Tensor.__new__(Tensor)
-        self._name = name
+        self = Tensor(name, _NOTHING)
         taken = dlpack.take(tensor)
         if isinstance(taken, dlpack.DeviceTensor):
             self._array = None
@@ -103,14 +103,6 @@ class Tensor:
 
     def __repr__(self) -> str:
         return f"<Tensor {self._name} {self.shape()}>"
-
-
-def of_array(name: str, array: Array) -> Tensor:
-    """A tensor of an array known to be fit: an input of a request."""
-    tensor = Tensor.__new__(Tensor)
-    tensor._name = name
-    tensor._array = array
-    return tensor
 
 
 def host_array(tensor: Tensor) -> Array:

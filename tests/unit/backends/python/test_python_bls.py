@@ -215,6 +215,17 @@ def test_arguments_of_a_wrong_type_are_type_errors(services: FakeServices, wrong
         InferenceRequest(**{**right, **wrong})
 
 
+def test_numbers_may_be_numpys(services: FakeServices) -> None:
+    services.answers["infer"] = lambda call: InferAnswer()
+    numbers = {"model_version": np.int64(2), "flags": np.uint32(1), "timeout": np.uint64(7)}
+    answer = InferenceRequest(model_name="n", inputs=(), requested_output_names=("Y",), **numbers).exec(np.bool_(False))
+    assert isinstance(answer, InferenceResponse)
+    assert not answer.has_error()
+    ((_, call),) = services.asked
+    assert (call.model_version, call.flags, call.timeout_us, call.decoupled) == (2, 1, 7, False)
+    assert {type(number) for number in (call.model_version, call.flags, call.timeout_us)} == {int}
+
+
 def answers_of_a_stream(count: int) -> list[InferAnswer]:
     value = TensorValue("Y", 8, (1,), memoryview(np.array([4], np.int32).tobytes()))
     return [InferAnswer((value,), final=False) for _ in range(count)] + [InferAnswer()]

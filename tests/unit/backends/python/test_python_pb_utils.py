@@ -1,5 +1,7 @@
 """The functions and constants of `triton_python_backend_utils` that need no server."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -93,7 +95,39 @@ def test_responses() -> None:
     with pytest.raises(TypeError, match=r"needs a list of Tensor objects, got one of <class 'numpy\.ndarray'>"):
         InferenceResponse([np.zeros(1)])  # type: ignore[list-item]
     with pytest.raises(TypeError, match="needs a TritonError as its error, got <class 'str'>"):
-        InferenceResponse(error="x")  # type: ignore[arg-type]
+        InferenceResponse(error="x")
+
+
+def test_models_may_have_classes_of_their_own() -> None:
+    class Scores(Tensor):
+        def __init__(self, values: list[float]) -> None:
+            super().__init__("SCORES", np.array(values, np.float32))
+            self.best = max(values)
+
+        def name(self) -> str:
+            return "S"
+
+    class Answer(InferenceResponse):
+        pass
+
+    class Trouble(TritonError):
+        def message(self) -> str:
+            return "trouble"
+
+    scores = Scores([1, 3, 2])
+    assert scores.best == 3
+    assert pb_utils.get_output_tensor_by_name(Answer([scores]), "S") is scores
+    assert scores.as_numpy().tolist() == [1, 3, 2]
+    error = Answer(error=Trouble("x", np.int64(3))).error()
+    assert error is not None
+    assert (error.message(), error.code()) == ("trouble", TritonError.INVALID_ARG)
+
+
+def test_a_tensor_is_found_in_what_models_are_tested_with() -> None:
+    tensor = SimpleNamespace(name=lambda: "X")
+    request = SimpleNamespace(inputs=lambda: [SimpleNamespace(name=lambda: "W"), tensor])
+    assert pb_utils.get_input_tensor_by_name(request, "X") is tensor
+    assert pb_utils.get_input_tensor_by_name(request, "Y") is None
 
 
 @pytest.mark.parametrize("level", [None, 1])

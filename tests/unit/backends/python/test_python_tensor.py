@@ -6,7 +6,7 @@ import pytest
 
 from naiad.backends.python import dlpack
 from naiad.backends.python.pb_utils import Tensor, TritonModelException
-from naiad.backends.python.tensor import host_array, of_array
+from naiad.backends.python.tensor import host_array
 
 DTYPES = ["?", "u1", "u2", "u4", "u8", "i1", "i2", "i4", "i8", "f2", "f4", "f8"]
 
@@ -52,7 +52,7 @@ def test_what_is_no_tensor() -> None:
 
 def test_bf16_goes_by_dlpack_only() -> None:
     values = np.array([1.5, -2.0], ml_dtypes.bfloat16)
-    tensor = of_array("X", values)
+    tensor = Tensor("X", values)
     with pytest.raises(TritonModelException, match="Tensor dtype is BF16 and cannot be converted to NumPy"):
         tensor.as_numpy()
     again = Tensor.from_dlpack("Y", tensor)
