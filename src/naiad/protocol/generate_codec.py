@@ -6,7 +6,8 @@ from typing import Any
 from naiad.config.model_config import ModelConfig, TensorConfig
 from naiad.errors import Internal, InvalidArgument, NaiadError
 from naiad.messages import InferRequest, InferResponse, ParameterValue, Tensor
-from naiad.protocol.json_codec import DEFAULT_MAX_INPUT_SIZE, json_data, parameter_value, tensor_data
+from naiad.protocol.json_arrays import DEFAULT_MAX_INPUT_SIZE, json_data, tensor_data
+from naiad.protocol.json_codec import parameter_value
 from naiad.protocol.json_text import members, members_as_given, parse, string_member
 
 _NESTED = "parameters"

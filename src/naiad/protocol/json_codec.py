@@ -5,40 +5,30 @@ of checks are Triton's (reference 3.3 to 3.5); what depends on the model's confi
 Nothing here touches the event loop, so large texts may be decoded in a thread.
 """
 
-import array
 import re
 import struct
 from collections.abc import Callable, Mapping
-from itertools import chain
-from time import sleep
 from typing import Any
 
-import numpy as np
-
 from naiad.config.model_config import ModelConfig
-from naiad.datatypes import AT_ONCE, BY_NAME, BY_NUMBER, Buffer, DataType
+from naiad.datatypes import BY_NAME, BY_NUMBER, Buffer, DataType
 from naiad.errors import Internal, InvalidArgument
 from naiad.messages import NO_SEQUENCE, InferRequest, InferResponse, ParameterValue, SequenceControl, Tensor, Unread
 from naiad.protocol.correlation import correlation_text
+from naiad.protocol.json_arrays import DEFAULT_MAX_INPUT_SIZE, json_data, tensor_data
 from naiad.protocol.json_numbers import parse_request
+from naiad.protocol.json_templates import LONGEST, recall, remember
 from naiad.protocol.json_text import (
-    IS_BOOLEAN,
-    IS_NUMBER,
-    IS_SIGNED,
     IS_UNSIGNED,
     array_member,
     boolean_member,
     dump,
-    encode,
     members,
     string_member,
-    too_deep,
     unsigned_member,
 )
 from naiad.protocol.outputs import ALL_BINARY, OutputPlan, OutputSpec, classify, plan_of
 from naiad.protocol.templates import LARGEST, MOST, RequestTemplate
-
-DEFAULT_MAX_INPUT_SIZE = 67108864
 
 RegionInput = Callable[[str, int, int], Buffer | Unread]
 RegionOutput = Callable[[Tensor], None]
@@ -46,33 +36,8 @@ Headers = list[tuple[str, str]]
 
 _LARGEST_COUNT = 2**63 - 1
 _TOO_MANY = 2**63
-_DEEPEST_DATA = 100
 _LENGTH = struct.Struct("<I")
 _LEADING_INTEGER = re.compile(r"\s*([+-]?\d+)")
-#: Codes of the modules `array` and `struct`; FP16, BF16 and BYTES have none.
-_CODES: dict[DataType, str] = {
-    DataType.BOOL: "?",
-    DataType.UINT8: "B",
-    DataType.UINT16: "H",
-    DataType.UINT32: "I",
-    DataType.UINT64: "Q",
-    DataType.INT8: "b",
-    DataType.INT16: "h",
-    DataType.INT32: "i",
-    DataType.INT64: "q",
-    DataType.FP32: "f",
-    DataType.FP64: "d",
-}
-_FLOATS = frozenset((DataType.FP32, DataType.FP64))
-_UNSIGNED = frozenset((DataType.UINT8, DataType.UINT16, DataType.UINT32, DataType.UINT64))
-_BINARY_ONLY = frozenset((DataType.FP16, DataType.BF16))
-_ONLY_INT = frozenset((int,))
-_ONLY_BOOL = frozenset((bool,))
-_ONLY_STR = frozenset((str,))
-_NUMBERS = frozenset((int, float))
-_WRONG_COUNT = "Unable to parse 'data': Shape does not match true shape of 'data' field"
-#: From this many elements on numpy writes faster than a list of Python numbers does.
-_MANY = 256
 
 JSON_HEADERS: Headers = [("content-type", "application/json")]
 
@@ -122,7 +87,13 @@ def decode_request(
             "Use --http-max-input-size to increase the limit."
         )
     key: tuple[bytes, str, int] | None = None
-    if json_size <= LARGEST and json_size < len(body) and not forwarded:
+    text = b""
+    if json_size == len(body) <= LONGEST and not forwarded:
+        text = body if type(body) is bytes else bytes(body)
+        recalled = recall(text, model_name, model_version, max_input_size)
+        if recalled is not None:
+            return recalled
+    elif json_size <= LARGEST and json_size < len(body) and not forwarded:
         key = (bytes(body[:json_size]), model_name, model_version)
         known = _templates.get(key)
         if known is not None and known[2] == len(body) - json_size:
@@ -147,6 +118,7 @@ def decode_request(
     tail = memoryview(body)
     at = json_size
     inputs: list[Tensor] = []
+    counts: list[int] = []
     entries = document.get("inputs")
     if type(entries) is not list:
         entries = array_member(document, "inputs", "Unable to parse 'inputs': ")
@@ -189,6 +161,8 @@ def decode_request(
             data = _read_region(given, region)
         else:
             data = tensor_data(name, datatype, count, item["data"], max_input_size)
+            if type(item["data"]) is list:
+                counts.append(count)
         inputs.append(Tensor(name, datatype, shape, data))
     if at != len(tail):
         raise InvalidArgument(f"unexpected additional input data for model '{model_name}'")
@@ -201,7 +175,9 @@ def decode_request(
     request = InferRequest(
         model_name, tuple(inputs), model_version, request_id, outputs, parameters, sequence, priority, timeout_us
     )
-    if key is not None and sum([len(tensor.contents) for tensor in inputs]) == len(tail) - json_size:
+    if text and inputs and len(counts) == len(inputs):
+        remember(text, request, plan, counts, max_input_size)
+    elif key is not None and sum([len(tensor.contents) for tensor in inputs]) == len(tail) - json_size:
         if len(_templates) >= MOST:
             _templates.clear()
         _templates[key] = (RequestTemplate(request, [b""] * len(inputs)), plan, len(tail) - json_size)
@@ -386,96 +362,6 @@ def _read_output(item: Any) -> OutputSpec:
     return OutputSpec(name, binary, classification, region, offset, byte_size)
 
 
-def tensor_data(
-    name: str, datatype: DataType, count: int, data: Any, max_input_size: int = DEFAULT_MAX_INPUT_SIZE
-) -> bytes:
-    """The bytes of a JSON array, nested or flat, of `count` elements; or of the array that `parse_request` made of it.
-
-    Integers wrap around to the width of the data type; numbers beyond FP32 become infinite. Without elements the array
-    is not looked at. The number of BYTES elements is left to the engine, as Triton leaves it to its core.
-    """
-    if count == 0:
-        return b""
-    if datatype in _BINARY_ONLY:
-        raise InvalidArgument(
-            f"receiving {datatype.name} data via JSON is not supported. "
-            f"Please use the binary data format for input {name}"
-        )
-    is_array = isinstance(data, np.ndarray)
-    if not is_array and type(data) is not list:
-        raise Internal("Unable to parse 'data': attempt to access JSON non-array as array")
-    byte_size = count * datatype.byte_size
-    if byte_size > max_input_size:
-        raise InvalidArgument(
-            f"JSON input '{name}' has a byte_size ({byte_size} bytes) that exceeds the maximum allowed value of "
-            f"{max_input_size} bytes. Use --http-max-input-size to increase the limit."
-        )
-    if is_array:
-        if len(data) != count:
-            raise Internal(_WRONG_COUNT)
-        with np.errstate(over="ignore"):
-            numbers: bytes = data.astype(datatype.numpy, copy=False).tobytes()
-        return numbers
-    kinds = set(map(type, data))
-    if list in kinds:
-        data = _flat(data)
-        kinds = set(map(type, data))
-    if datatype is DataType.BYTES:
-        if not kinds <= _ONLY_STR:
-            raise Internal("Unable to parse JSON bytes array: attempt to access JSON non-string as string")
-        return _pack(data)
-    if len(data) != count:
-        # Triton reads one element after the other, so one of a wrong type comes first.
-        tensor_data(name, datatype, min(len(data), count), data[:count], max_input_size)
-        raise Internal(_WRONG_COUNT)
-    if datatype in _FLOATS:
-        if not kinds <= _NUMBERS:
-            raise Internal(f"Unable to parse 'data': {IS_NUMBER}")
-        return array.array(_CODES[datatype], data).tobytes()
-    if datatype is DataType.BOOL:
-        if not kinds <= _ONLY_BOOL:
-            raise Internal(f"Unable to parse 'data': {IS_BOOLEAN}")
-        return bytes(data)
-    unsigned = datatype in _UNSIGNED
-    if not kinds <= _ONLY_INT:
-        raise Internal(f"Unable to parse 'data': {IS_UNSIGNED if unsigned else IS_SIGNED}")
-    try:
-        return array.array(_CODES[datatype], data).tobytes()
-    except OverflowError:
-        pass
-    try:
-        wide = array.array("Q" if unsigned else "q", data)
-    except OverflowError:
-        raise Internal(f"Unable to parse 'data': {IS_UNSIGNED if unsigned else IS_SIGNED}") from None
-    return np.frombuffer(wide, dtype=np.uint64 if unsigned else np.int64).astype(datatype.numpy).tobytes()
-
-
-def _flat(data: list[Any]) -> list[Any]:
-    """The elements of nested lists in order."""
-    for _ in range(_DEEPEST_DATA):
-        kinds = set(map(type, data))
-        if list not in kinds:
-            return data
-        if len(kinds) == 1:
-            data = list(chain.from_iterable(data))
-        else:
-            data = list(chain.from_iterable(item if type(item) is list else (item,) for item in data))
-    raise too_deep()
-
-
-def _pack(elements: list[str]) -> bytes:
-    pack = _LENGTH.pack
-    parts: list[bytes] = []
-    for start in range(0, len(elements), AT_ONCE):
-        if start:
-            sleep(0)
-        for element in elements[start : start + AT_ONCE]:
-            data = encode(element)
-            parts.append(pack(len(data)))
-            parts.append(data)
-    return b"".join(parts)
-
-
 # --- responses
 
 
@@ -596,44 +482,3 @@ def _encode_binary(response: InferResponse, plan: OutputPlan) -> tuple[Headers, 
     body = b"".join([head, *tail])
     # Only empty tensors: Triton then answers as if there were none.
     return (headers if len(body) > len(head) else JSON_HEADERS), body
-
-
-def json_data(tensor: Tensor) -> Any:
-    """The elements as `dump` takes them: a list, or for many numbers an array. FP32 is widened to double."""
-    datatype = tensor.datatype
-    if datatype is DataType.BYTES:
-        return _unpack(tensor.data)
-    code = _CODES.get(datatype)
-    if code is None:
-        raise InvalidArgument(
-            f"sending {datatype.name} data via JSON is not supported. Please use the binary data format for output"
-        )
-    view = memoryview(tensor.data)
-    if view.nbytes == 0:
-        return []
-    if view.nbytes >= _MANY * datatype.byte_size:
-        values = np.frombuffer(view, dtype=datatype.numpy)
-        return values.astype(np.float64) if datatype is DataType.FP32 else values
-    if view.format != "B":
-        view = view.cast("B")
-    return view.cast(code).tolist()  # type: ignore[call-overload]  # the code is one of memoryview's
-
-
-def _unpack(data: Buffer) -> list[str]:
-    raw = data if type(data) is bytes else bytes(data)
-    elements: list[str] = []
-    unpack = _LENGTH.unpack_from
-    at = 0
-    end = len(raw)
-    while at + 4 <= end:
-        if elements:
-            sleep(0)
-        for _ in range(AT_ONCE):
-            (length,) = unpack(raw, at)
-            at += 4 + length
-            elements.append(raw[at - length : at].decode("utf-8", "surrogateescape"))
-            if at + 4 > end:
-                break
-    if at != end:
-        raise Internal("malformed BYTES output: a string is longer than the data that is left")
-    return elements

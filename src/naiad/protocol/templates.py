@@ -39,15 +39,4 @@ class RequestTemplate:
                     return None
             inputs.append(Tensor(name, datatype, shape, rest[at : at + size]))
             at += size
-        known = self._known
-        return InferRequest(
-            known.model_name,
-            tuple(inputs),
-            known.model_version,
-            known.id,
-            known.outputs,
-            known.parameters,
-            known.sequence,
-            known.priority,
-            known.timeout_us,
-        )
+        return self._known.of(tuple(inputs))

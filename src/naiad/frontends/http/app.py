@@ -16,7 +16,7 @@ from naiad.frontends.http.service import Service
 from naiad.frontends.http.streaming import Streaming
 from naiad.frontends.http.surface import Engine
 from naiad.options import Restriction
-from naiad.protocol.json_codec import DEFAULT_MAX_INPUT_SIZE
+from naiad.protocol.json_arrays import DEFAULT_MAX_INPUT_SIZE
 from naiad.protocol.json_text import error_document
 from naiad.protocol.regions import Regions
 from naiad.telemetry.trace import TraceSettings

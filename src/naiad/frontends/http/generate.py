@@ -11,7 +11,7 @@ from naiad.frontends.http.replies import EVENTS, JSON
 from naiad.frontends.http.streaming import Message, Messages, send_all
 from naiad.messages import InferResponse, Result
 from naiad.protocol.generate_codec import decode_generate, generate_document
-from naiad.protocol.json_codec import DEFAULT_MAX_INPUT_SIZE
+from naiad.protocol.json_arrays import DEFAULT_MAX_INPUT_SIZE
 from naiad.protocol.json_text import dump, error_document
 from naiad.protocol.served import ServedModel
 from naiad.telemetry.trace import TraceSettings, off

@@ -20,8 +20,8 @@ from naiad.frontends.http.replies import JSON, PLAIN, reply_error
 from naiad.messages import InferRequest, InferResponse, ParameterValue, ResponseSink, Result
 from naiad.options import forward_pattern
 from naiad.protocol import json_numbers
+from naiad.protocol.json_arrays import DEFAULT_MAX_INPUT_SIZE
 from naiad.protocol.json_codec import (
-    DEFAULT_MAX_INPUT_SIZE,
     RegionOutput,
     decode_raw_request,
     decode_request,

@@ -1,0 +1,172 @@
+"""Tensors as the arrays of JSON, both ways: the elements nested or flat, as Triton reads and writes them. Pure."""
+
+import array
+import struct
+from itertools import chain
+from time import sleep
+from typing import Any
+
+import numpy as np
+
+from naiad.datatypes import AT_ONCE, Buffer, DataType
+from naiad.errors import Internal, InvalidArgument
+from naiad.messages import Tensor
+from naiad.protocol.json_text import IS_BOOLEAN, IS_NUMBER, IS_SIGNED, IS_UNSIGNED, encode, too_deep
+
+DEFAULT_MAX_INPUT_SIZE = 67108864
+
+_DEEPEST = 100
+_LENGTH = struct.Struct("<I")
+#: Codes of the modules `array` and `struct`; FP16, BF16 and BYTES have none.
+CODES: dict[DataType, str] = {
+    DataType.BOOL: "?",
+    DataType.UINT8: "B",
+    DataType.UINT16: "H",
+    DataType.UINT32: "I",
+    DataType.UINT64: "Q",
+    DataType.INT8: "b",
+    DataType.INT16: "h",
+    DataType.INT32: "i",
+    DataType.INT64: "q",
+    DataType.FP32: "f",
+    DataType.FP64: "d",
+}
+_FLOATS = frozenset((DataType.FP32, DataType.FP64))
+_UNSIGNED = frozenset((DataType.UINT8, DataType.UINT16, DataType.UINT32, DataType.UINT64))
+_BINARY_ONLY = frozenset((DataType.FP16, DataType.BF16))
+_ONLY_INT = frozenset((int,))
+_ONLY_BOOL = frozenset((bool,))
+_ONLY_STR = frozenset((str,))
+_NUMBERS = frozenset((int, float))
+_WRONG_COUNT = "Unable to parse 'data': Shape does not match true shape of 'data' field"
+#: From this many elements on numpy writes faster than a list of Python numbers does.
+_MANY = 256
+
+
+def tensor_data(
+    name: str, datatype: DataType, count: int, data: Any, max_input_size: int = DEFAULT_MAX_INPUT_SIZE
+) -> bytes:
+    """The bytes of a JSON array, nested or flat, of `count` elements; or of the array that `parse_request` made of it.
+
+    Integers wrap around to the width of the data type; numbers beyond FP32 become infinite. Without elements the array
+    is not looked at. The number of BYTES elements is left to the engine, as Triton leaves it to its core.
+    """
+    if count == 0:
+        return b""
+    if datatype in _BINARY_ONLY:
+        raise InvalidArgument(
+            f"receiving {datatype.name} data via JSON is not supported. "
+            f"Please use the binary data format for input {name}"
+        )
+    is_array = isinstance(data, np.ndarray)
+    if not is_array and type(data) is not list:
+        raise Internal("Unable to parse 'data': attempt to access JSON non-array as array")
+    byte_size = count * datatype.byte_size
+    if byte_size > max_input_size:
+        raise InvalidArgument(
+            f"JSON input '{name}' has a byte_size ({byte_size} bytes) that exceeds the maximum allowed value of "
+            f"{max_input_size} bytes. Use --http-max-input-size to increase the limit."
+        )
+    if is_array:
+        if len(data) != count:
+            raise Internal(_WRONG_COUNT)
+        with np.errstate(over="ignore"):
+            numbers: bytes = data.astype(datatype.numpy, copy=False).tobytes()
+        return numbers
+    kinds = set(map(type, data))
+    if list in kinds:
+        data = _flat(data)
+        kinds = set(map(type, data))
+    if datatype is DataType.BYTES:
+        if not kinds <= _ONLY_STR:
+            raise Internal("Unable to parse JSON bytes array: attempt to access JSON non-string as string")
+        return _pack(data)
+    if len(data) != count:
+        # Triton reads one element after the other, so one of a wrong type comes first.
+        tensor_data(name, datatype, min(len(data), count), data[:count], max_input_size)
+        raise Internal(_WRONG_COUNT)
+    if datatype in _FLOATS:
+        if not kinds <= _NUMBERS:
+            raise Internal(f"Unable to parse 'data': {IS_NUMBER}")
+        return array.array(CODES[datatype], data).tobytes()
+    if datatype is DataType.BOOL:
+        if not kinds <= _ONLY_BOOL:
+            raise Internal(f"Unable to parse 'data': {IS_BOOLEAN}")
+        return bytes(data)
+    unsigned = datatype in _UNSIGNED
+    if not kinds <= _ONLY_INT:
+        raise Internal(f"Unable to parse 'data': {IS_UNSIGNED if unsigned else IS_SIGNED}")
+    try:
+        return array.array(CODES[datatype], data).tobytes()
+    except OverflowError:
+        pass
+    try:
+        wide = array.array("Q" if unsigned else "q", data)
+    except OverflowError:
+        raise Internal(f"Unable to parse 'data': {IS_UNSIGNED if unsigned else IS_SIGNED}") from None
+    return np.frombuffer(wide, dtype=np.uint64 if unsigned else np.int64).astype(datatype.numpy).tobytes()
+
+
+def _flat(data: list[Any]) -> list[Any]:
+    """The elements of nested lists in order."""
+    for _ in range(_DEEPEST):
+        kinds = set(map(type, data))
+        if list not in kinds:
+            return data
+        if len(kinds) == 1:
+            data = list(chain.from_iterable(data))
+        else:
+            data = list(chain.from_iterable(item if type(item) is list else (item,) for item in data))
+    raise too_deep()
+
+
+def _pack(elements: list[str]) -> bytes:
+    pack = _LENGTH.pack
+    parts: list[bytes] = []
+    for start in range(0, len(elements), AT_ONCE):
+        if start:
+            sleep(0)
+        for element in elements[start : start + AT_ONCE]:
+            data = encode(element)
+            parts.append(pack(len(data)))
+            parts.append(data)
+    return b"".join(parts)
+
+
+def json_data(tensor: Tensor) -> Any:
+    """The elements as `dump` takes them: a sequence, or for many numbers an array. FP32 is widened to double."""
+    datatype = tensor.datatype
+    if datatype is DataType.BYTES:
+        return _unpack(tensor.data)
+    code = CODES.get(datatype)
+    if code is None:
+        raise InvalidArgument(
+            f"sending {datatype.name} data via JSON is not supported. Please use the binary data format for output"
+        )
+    data = tensor.data
+    size = len(data) if type(data) is bytes else memoryview(data).nbytes
+    count = size // datatype.byte_size
+    if count < _MANY:
+        return struct.unpack(f"={count}{code}", data)
+    values = np.frombuffer(data, dtype=datatype.numpy)
+    return values.astype(np.float64) if datatype is DataType.FP32 else values
+
+
+def _unpack(data: Buffer) -> list[str]:
+    raw = data if type(data) is bytes else bytes(data)
+    elements: list[str] = []
+    unpack = _LENGTH.unpack_from
+    at = 0
+    end = len(raw)
+    while at + 4 <= end:
+        if elements:
+            sleep(0)
+        for _ in range(AT_ONCE):
+            (length,) = unpack(raw, at)
+            at += 4 + length
+            elements.append(raw[at - length : at].decode("utf-8", "surrogateescape"))
+            if at + 4 > end:
+                break
+    if at != end:
+        raise Internal("malformed BYTES output: a string is longer than the data that is left")
+    return elements
