@@ -31,6 +31,9 @@ class Source(Protocol):
     def read_into(self, offset: int, target: memoryview) -> None:
         """Fills `target` with what lies at `offset`. Raises NaiadError."""
 
+    def lost(self) -> NaiadError:
+        """Why what was there when a request was read is not there any more."""
+
 
 #: Less is copied when a request is read.
 UNREAD_FROM = 64 * 1024
@@ -38,9 +41,12 @@ UNREAD_FROM = 64 * 1024
 
 class Unread:
     """The elements of a tensor, UNREAD_FROM bytes at least, that lie in memory of the client's, who may change them: those
-    of an input, to be copied once, to where the batch lies, or of an output that has been written there already."""
+    of an input, to be copied once, to where the batch lies, or of an output that has been written there already. Where that
+    memory is the open file `fd` (-1 for none), from `position` on, the host of the model may copy them."""
 
-    def __init__(self, source: Source, offset: int, byte_size: int) -> None:
+    def __init__(self, source: Source, offset: int, byte_size: int, fd: int = -1, position: int = 0) -> None:
+        self.fd = fd
+        self.position = position
         self._source = source
         self._offset = offset
         self._byte_size = byte_size
@@ -73,6 +79,10 @@ class Unread:
         except NaiadError as error:
             self.failure = error
             target[:] = bytes(self._byte_size)
+
+    def was_lost(self) -> None:
+        """Whoever was to copy them has not found them any more."""
+        self.failure = self._source.lost()
 
 
 class Destination:

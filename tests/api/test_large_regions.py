@@ -12,7 +12,7 @@ import pytest
 import tritonclient.grpc
 import tritonclient.http
 import tritonclient.utils.shared_memory as shm
-from served import Repository, Server, error_of, put
+from served import Repository, Server, error_of, put, until
 from tritonclient.utils import serialize_byte_tensor
 
 COUNT = 50_000
@@ -27,6 +27,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     repository.echo("batched", config=BATCHED)
     repository.echo("cached", config=BATCHED + "response_cache { enable: true }")
     repository.echo("strings", datatype="STRING")
+    repository.echo(
+        "patient",
+        config="max_batch_size: 8 dynamic_batching { preferred_batch_size: 3 max_queue_delay_microseconds: 60000000 }",
+    )
     repository.echo(
         "sequence",
         config="max_batch_size: 8 sequence_batching { oldest { max_candidate_sequences: 4 } }",
@@ -130,3 +134,40 @@ def test_a_region_that_shrinks_is_an_error_of_its_client(server: Server, protoco
     finally:
         client.close()
         shm.destroy_shared_memory_region(handle)
+
+
+def test_a_region_that_shrinks_while_its_request_waits_is_an_error_of_its_client(server: Server, protocol: str) -> None:
+    region, other = f"naiad-test-{os.getpid()}", f"naiad-test-{os.getpid()}-other"
+    handles = [shm.create_shared_memory_region(name, f"/{name}", SIZE) for name in (region, other)]
+    module, client = connect(server, protocol)
+    try:
+        tensors = []
+        for name, handle in zip((region, other), handles, strict=True):
+            client.register_system_shared_memory(name, f"/{name}", SIZE)
+            shm.set_shared_memory_region(handle, [np.full(COUNT, 3, np.float32)])
+            tensors.append(module.InferInput("IN", [1, COUNT], "FP32"))
+            tensors[-1].set_shared_memory(name, SIZE)
+        process = server.named("naiad:patient")
+        assert process
+        begin = [tensors[0], tensors[1], tensors[1]]
+        with ThreadPoolExecutor(3) as pool:
+
+            def ask(tensor: Any) -> Any:
+                return pool.submit(connect(server, protocol)[1].infer, "patient", [tensor])
+
+            for _ in range(3):
+                # The third fills their batch. By the end both are mapped by the model's process.
+                answers = [ask(tensor) for tensor in begin]
+                assert [answer.result().as_numpy("OUT").sum() for answer in answers] == [3 * COUNT] * 3
+            waiting = [ask(tensor) for tensor in begin[:2]]
+            until(lambda: server.pending("patient") == 2, "two requests wait")
+            os.truncate(f"/dev/shm/{region}", SIZE // 2)
+            third = ask(begin[2])
+            assert f"shared memory object '/{region}' has become smaller" in error_of(waiting[0].result)
+            assert [answer.result().as_numpy("OUT").sum() for answer in (waiting[1], third)] == [3 * COUNT] * 2
+        assert server.named("naiad:patient") == process
+        client.unregister_system_shared_memory()
+    finally:
+        client.close()
+        for handle in handles:
+            shm.destroy_shared_memory_region(handle)

@@ -147,12 +147,20 @@ def _ancillary(fds: Sequence[int]) -> list[tuple[int, int, Any]]:
     return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
 
 
+_LONG_MS = 1000
+
+
 class BlockingChannel(Generic[T]):
     """The end of a host or zygote. `send` may be called from any thread, `receive` from one."""
 
     def __init__(
-        self, sock: socket.socket, decoder: msgspec.msgpack.Decoder[T], busy_poll: BusyPoll | None = None
+        self,
+        sock: socket.socket,
+        decoder: msgspec.msgpack.Decoder[T],
+        busy_poll: BusyPoll | None = None,
+        before_sleep: Callable[[], bool] | None = None,
     ) -> None:
+        """`before_sleep` is called before `receive` waits, and again after each second as long as it answers True."""
         sock.setblocking(True)
         self.sock = sock
         self._reader = FrameReader(decoder)
@@ -162,6 +170,7 @@ class BlockingChannel(Generic[T]):
         poll = select.poll()
         poll.register(sock, select.POLLIN)
         self._poll = poll.poll
+        self._before_sleep = before_sleep
         self._busy_poll = busy_poll
         self._awaited = Awaited()
 
@@ -184,15 +193,22 @@ class BlockingChannel(Generic[T]):
         descriptor, as model code can."""
         while (frame := self._reader.next()) is None:
             if self._busy_poll is None:
-                self._poll()
+                self._sleep()
             else:
-                self._busy_poll.wait(self._awaited, self._poll)
+                self._busy_poll.wait(self._awaited, self._sleep)
             try:
                 if not self._reader.receive(self.sock):
                     return None
             except OSError:
                 return None
         return frame
+
+    def _sleep(self, ms: int | None = None) -> Any:
+        if ms is None and self._before_sleep is not None:
+            while self._before_sleep():
+                if found := self._poll(_LONG_MS):
+                    return found
+        return self._poll(ms)
 
     def received(self) -> tuple[T, list[int]] | None:
         """The next message that has already been read from the socket; does not block."""

@@ -5,7 +5,6 @@ of sockets: a `Link` carries the results away. One thread executes; the answers 
 from any thread.
 """
 
-import os
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
@@ -21,6 +20,7 @@ from naiad.backends.api import Array, ArrayBackend, BackendResponse, ConfigDict,
 from naiad.datatypes import DataType
 from naiad.errors import Internal, InvalidArgument, NaiadError, ResourceExhausted, text_of
 from naiad.instances import arena
+from naiad.instances.client_memory import client_memory
 from naiad.instances.composition import Composition, Shape
 from naiad.instances.frames import Details, Execute, Failure, Input, Output, Response, Results, Target, failure
 from naiad.messages import ParameterValue
@@ -262,15 +262,9 @@ def _write_to_targets(output: _Packed | _Column, targets: Sequence[Target]) -> b
         data = np.ascontiguousarray(part, dtype).reshape(-1).view(np.uint8).data
         if len(data) > target.byte_size:
             return False
-        at = target.position
         try:
-            if os.fstat(target.file).st_size < at + len(data):
-                # Writing beyond the end would make the client's object grow.
+            if not client_memory.write(target.file, target.position, data):
                 return False
-            while data:
-                count = os.pwrite(target.file, data, at)
-                at += count
-                data = data[count:]
         except OSError:
             return False
     return True

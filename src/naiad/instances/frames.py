@@ -76,10 +76,20 @@ class Details(msgspec.Struct, array_like=True, gc=False):
 
 class Target(msgspec.Struct, array_like=True, gc=False):
     """A place in memory of a client's for an output of request `index`, of `byte_size` bytes from `position` on. `file` is
-    the number of its descriptor among those for targets, which are the last of the frame; in the host the descriptor."""
+    the number of its descriptor among those of clients' memory, which are the last of the frame; in the host the descriptor."""
 
     output: str
     index: int
+    file: int
+    position: int
+    byte_size: int
+
+
+class Source(msgspec.Struct, array_like=True, gc=False):
+    """Where `byte_size` bytes of the inputs, at `offset` of the arena, are to be copied from: memory of a client's, from
+    `position` on. `file` is as in `Target`."""
+
+    offset: int
     file: int
     position: int
     byte_size: int
@@ -91,7 +101,8 @@ class Execute(msgspec.Struct, array_like=True, gc=False):
 
     With `one_shot` > 0 the inputs lie in a memfd of that many bytes which comes with the frame, else in the
     instance's input arena. A descriptor without `one_shot` is a new input arena. `targets` are there for outputs that all
-    requests want in memory of their clients'.
+    requests want in memory of their clients', `sources` for inputs that still lie there; `file_count` descriptors of that
+    memory come last.
     """
 
     batch: int
@@ -101,6 +112,8 @@ class Execute(msgspec.Struct, array_like=True, gc=False):
     details: list[Details] | None
     one_shot: int
     targets: list[Target] | None = None
+    sources: list[Source] | None = None
+    file_count: int = 0
 
 
 class Output(msgspec.Struct, array_like=True, gc=False):
@@ -141,7 +154,8 @@ class Results(msgspec.Struct, array_like=True, gc=False):
 
     `failure` is for all requests that have no final response yet. `times` (received, inputs ready, outputs
     computed, done; ns of CLOCK_MONOTONIC) says that the instance can take another batch. `keeps_inputs`: model code
-    still holds arrays that lie in the input arena, which therefore is not to be used again.
+    still holds arrays that lie in the input arena, which therefore is not to be used again. `lost` are the sources of which
+    there was not enough left, by their places in `Execute.sources`: zeros were computed with.
     """
 
     batch: int
@@ -151,6 +165,7 @@ class Results(msgspec.Struct, array_like=True, gc=False):
     times: tuple[int, int, int, int] | None
     one_shot: int
     keeps_inputs: bool = False
+    lost: list[int] | None = None
 
 
 # ---- control -------------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from naiad.errors import NaiadError, Unavailable, text_of
 from naiad.instances import arena
 from naiad.instances.busy_poll import BusyPoll
 from naiad.instances.channel import BlockingChannel
+from naiad.instances.client_memory import client_memory
 from naiad.instances.cuda_driver import lasting_error
 from naiad.instances.execution import ArrayExecution, OneShot, RequestExecution, Signature, execution
 from naiad.instances.frames import (
@@ -63,11 +64,12 @@ class SocketLink:
     ) -> None:
         self.inputs = arena.map_shared(input_fd, os.fstat(input_fd).st_size)
         self.outputs = arena.map_shared(output_fd, os.fstat(output_fd).st_size)
-        self._channel = BlockingChannel(sock, _execute_decoder, busy_poll)
+        self._channel = BlockingChannel(sock, _execute_decoder, busy_poll, client_memory.drop_unused)
         self._end = end
-        #: A batch with targets, and their descriptors.
+        #: A batch with targets or sources, the descriptors of these, and which sources were lost.
         self._targeted: Execute | None = None
         self._files: list[int] = []
+        self._lost: list[int] | None = None
 
     def receive(self) -> tuple[Execute, memoryview] | None:
         """The next batch and the memory of its inputs; None when the server has ended the instance. Nobody writes to the
@@ -77,12 +79,11 @@ class SocketLink:
         if received is None:
             return None
         frame, fds = received
-        if frame.targets is not None:
-            count = 1 + max(target.file for target in frame.targets)
-            fds, self._files = fds[:-count], fds[-count:]
+        if frame.file_count:
+            fds, self._files = fds[: -frame.file_count], fds[-frame.file_count :]
             self._targeted = frame
-            for target in frame.targets:
-                target.file = self._files[target.file]
+            for place in (*(frame.targets or ()), *(frame.sources or ())):
+                place.file = self._files[place.file]
         if not fds:
             return frame, self.inputs
         try:
@@ -98,7 +99,21 @@ class SocketLink:
         finally:
             os.close(fds[0])
 
+    def read_sources(self, frame: Execute, inputs: memoryview) -> None:
+        """Copies what still lies in memory of clients to where the batch has it; zeros for what is not there any more."""
+        self._lost = None
+        for index, source in enumerate(frame.sources or ()):
+            target = inputs[source.offset : source.offset + source.byte_size]
+            try:
+                is_read = client_memory.read(source.file, source.position, target)
+            except OSError:
+                is_read = False
+            if not is_read:
+                target[:] = bytes(len(target))
+                self._lost = [*(self._lost or ()), index]
+
     def send(self, results: Results, one_shot: OneShot | None) -> None:
+        results.lost = self._lost
         lasting = None
         if results.failure is not None or (results.responses and _has_failure(results.responses)):
             lasting = lasting_error()
@@ -382,7 +397,9 @@ class Host:
         loaded(None)
         try:
             while (received := link.receive()) is not None:
-                target.execute(*received, monotonic_ns())
+                received_ns = monotonic_ns()
+                link.read_sources(*received)
+                target.execute(*received, received_ns)
                 self._end_if_forked()
                 del received
         finally:

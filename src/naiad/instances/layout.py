@@ -7,10 +7,28 @@ from typing import TypeVar, cast
 from naiad.datatypes import BY_NUMBER, Buffer
 from naiad.errors import Internal, ResourceExhausted
 from naiad.instances import arena
-from naiad.instances.frames import Details, Input, Output, Target
+from naiad.instances.frames import Details, Input, Output, Source, Target
 from naiad.messages import UNREAD_FROM, InferRequest, ParameterValue, Tensor, Unread
 
 _Value = TypeVar("_Value", bound=ParameterValue)
+
+
+class Files:
+    """Memory of clients that a host is to read or write, each file once, and the inputs that it reads."""
+
+    __slots__ = ("descriptors", "unread")
+
+    def __init__(self) -> None:
+        #: In the order of their numbers, which are the values.
+        self.descriptors: dict[int, int] = {}
+        self.unread: list[Unread] = []
+
+    def number(self, fd: int) -> int:
+        return self.descriptors.setdefault(fd, len(self.descriptors))
+
+    def source(self, part: Unread, offset: int) -> Source:
+        self.unread.append(part)
+        return Source(offset, self.number(part.fd), part.position, len(part))
 
 
 class Layout:
@@ -31,7 +49,9 @@ class Layout:
             f"{largest.byte_size} bytes; the limit is {limit} bytes"
         )
 
-    def write(self, view: memoryview) -> None:
+    def write(self, view: memoryview, files: Files | None = None) -> list[Source]:
+        """Copies the buffers, but for those in files of clients where `files` are given, which are the result."""
+        sources: list[Source] = []
         for tensor, parts in zip(self.inputs, self.columns, strict=True):
             at = tensor.offset
             if len(parts) > 1 and tensor.byte_size < UNREAD_FROM:
@@ -40,11 +60,14 @@ class Layout:
                 continue
             for part in parts:
                 end = at + len(part)
-                if isinstance(part, Unread):
+                if not isinstance(part, Unread):
+                    view[at:end] = part
+                elif files is None or part.fd < 0:
                     part.read_into_batch(view[at:end])
                 else:
-                    view[at:end] = part
+                    sources.append(files.source(part, at))
                 at = end
+        return sources
 
     def write_file(self, fd: int) -> None:
         """Blocks as long as copying takes; for a thread where that is long."""
@@ -159,20 +182,18 @@ def _utf8(value: _Value) -> _Value:
     return value
 
 
-def targets(requests: Sequence[InferRequest]) -> tuple[list[Target], list[int]] | None:
-    """Where outputs that all requests want in memory of their clients' go, and the descriptors of that memory."""
+def targets(requests: Sequence[InferRequest], files: Files) -> list[Target] | None:
+    """Where outputs that all requests want in memory of their clients' go."""
     if requests[0].destinations is None:
         return None
     wishes = [request.destinations or {} for request in requests]
     found: list[Target] = []
-    files: dict[int, int] = {}
     for name in wishes[0]:
         if all(name in destinations for destinations in wishes):
             for index, destinations in enumerate(wishes):
                 place = destinations[name]
-                file = files.setdefault(place.fd, len(files))
-                found.append(Target(name, index, file, place.position, place.byte_size))
-    return (found, list(files)) if found else None
+                found.append(Target(name, index, files.number(place.fd), place.position, place.byte_size))
+    return found or None
 
 
 def tensor(output: Output, region: memoryview) -> Tensor:

@@ -3,7 +3,7 @@
 import asyncio
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from time import monotonic_ns
 from typing import TYPE_CHECKING
 
@@ -59,6 +59,8 @@ class ProcessInstance:
         self._ticks = 0
         self._copying: set[asyncio.Task[None]] = set()
         self._is_attached = False
+        #: Memory of clients that the batch inside is about.
+        self._files = layout.Files()
         self._awake = tenant.host.awake
         self._awaited_results = Awaited()
         self._awaited_batch = Awaited()
@@ -144,9 +146,11 @@ class ProcessInstance:
         asked = layout.asked_outputs(requests)
         details = layout.details(requests, asked) if self._tenant.takes_requests else None
         frame = Execute(number, laid_out.inputs, list(batch.rows), asked, details, 0)
-        files: Sequence[int] = ()
-        if not self._tenant.decoupled and (targets := layout.targets(requests)) is not None:
-            frame.targets, files = targets
+        files = self._files
+        if files.descriptors:
+            files = self._files = layout.Files()
+        if not self._tenant.decoupled:
+            frame.targets = layout.targets(requests, files)
         now = monotonic_ns()
         self._awaited_batch.came(now, self._awake.window_ns)
         self._expect(self._awaited_results, now)
@@ -157,8 +161,17 @@ class ProcessInstance:
         elif inputs is None:
             self._execute_in_new_arena(frame, laid_out, channel, files)
         else:
+            self._write(frame, laid_out, inputs, files)
+            channel.send(frame, list(files.descriptors))
+
+    def _write(self, frame: Execute, laid_out: layout.Layout, inputs: memoryview, files: layout.Files) -> None:
+        """Puts the inputs into the arena, or has the host fetch them; not those of decoupled models, whose clients may go on
+        with what has been answered before."""
+        if self._tenant.decoupled:
             laid_out.write(inputs)
-            channel.send(frame, files)
+        else:
+            frame.sources = laid_out.write(inputs, files) or None
+        frame.file_count = len(files.descriptors)
 
     def _expect(self, awaited: Awaited, now: int) -> None:
         awaited.begin(now)
@@ -166,7 +179,7 @@ class ProcessInstance:
             self._awake.stay_awake(now)
 
     def _execute_in_new_arena(
-        self, frame: Execute, laid_out: layout.Layout, channel: LoopChannel[Results], files: Sequence[int]
+        self, frame: Execute, laid_out: layout.Layout, channel: LoopChannel[Results], files: layout.Files
     ) -> None:
         """Model code keeps arrays that lie in the old one."""
         size = self._tenant.host.limits.arena
@@ -177,14 +190,14 @@ class ProcessInstance:
             return
         try:
             self._inputs = arena.map_shared(fd, size)
-            laid_out.write(self._inputs)
-            channel.send(frame, (fd, *files))
+            self._write(frame, laid_out, self._inputs, files)
+            channel.send(frame, (fd, *files.descriptors))
         except NaiadError as error:
             self._refuse(frame.batch, error)
         finally:
             os.close(fd)
 
-    def _execute_large(self, frame: Execute, laid_out: layout.Layout, files: Sequence[int]) -> None:
+    def _execute_large(self, frame: Execute, laid_out: layout.Layout, files: layout.Files) -> None:
         size = laid_out.byte_size
         limit = self._tenant.host.limits.batch
         if size > limit:
@@ -203,7 +216,7 @@ class ProcessInstance:
             self._copying.add(task)
             task.add_done_callback(self._copying.discard)
 
-    def _send_large(self, frame: Execute, laid_out: layout.Layout, fd: int, files: Sequence[int]) -> None:
+    def _send_large(self, frame: Execute, laid_out: layout.Layout, fd: int, files: layout.Files) -> None:
         try:
             laid_out.write_file(fd)
         except OSError as error:
@@ -213,7 +226,7 @@ class ProcessInstance:
         finally:
             os.close(fd)
 
-    async def _copy_large(self, frame: Execute, laid_out: layout.Layout, fd: int, files: Sequence[int]) -> None:
+    async def _copy_large(self, frame: Execute, laid_out: layout.Layout, fd: int, files: layout.Files) -> None:
         try:
             await asyncio.to_thread(laid_out.write_file, fd)
         except OSError as error:
@@ -223,10 +236,11 @@ class ProcessInstance:
         finally:
             os.close(fd)
 
-    def _send_one_shot(self, frame: Execute, fd: int, files: Sequence[int]) -> None:
+    def _send_one_shot(self, frame: Execute, fd: int, files: layout.Files) -> None:
         # The host may have died, and the instance been connected to another one, while the inputs were copied.
         if frame.batch in self._batches and self._channel is not None:
-            self._channel.send(frame, (fd, *files))
+            frame.file_count = len(files.descriptors)
+            self._channel.send(frame, (fd, *files.descriptors))
 
     def _refuse(self, number: int, error: NaiadError) -> None:
         """Answers a batch that cannot be handed over; not from within `execute`, whose caller may not expect it."""
@@ -264,6 +278,9 @@ class ProcessInstance:
                     os.close(fd)
         if results.keeps_inputs:
             self._inputs = None
+        if results.lost is not None:
+            for index in results.lost:
+                self._files.unread[index].was_lost()
         if self._batches.deliver(results, region):
             self.on_change()
         if not self._is_attached:

@@ -4,11 +4,11 @@ Owns the registry, the policy of who may use it and every check of a name, offse
 does not wait for CUDA: a request with regions on GPUs begins when its inputs have been copied, and a result goes on when
 its outputs have been, both by the thread of `cuda_memory`.
 
-A system region is read and written through its file descriptor, not through a mapping: a client that shrinks or
-recreates the object while it is registered would end the whole server with SIGBUS at the next touch of a mapped page.
-It also means that the bytes a request was checked with are the bytes that are computed with. Large parts, but those of BYTES, are checked by
-their size alone, which does not change, and are read when the batch is made, straight to where it lies. Large outputs may be written by the process
-that makes them, which gets the descriptor for the time of the batch.
+A system region is read and written through its file descriptor, not through a mapping: a client that shrinks the object
+while it is registered would end the whole server with SIGBUS at the next touch of a mapped page. It also means that the
+bytes a request was checked with are the bytes that are computed with. Large parts, but those of BYTES, are checked by
+their size alone, which does not change, and are read when the batch is made, straight to where it lies, by the process
+that computes; so may large outputs be written. That process gets the descriptor for the time of the batch.
 """
 
 import asyncio
@@ -113,7 +113,7 @@ class _SystemMemory:
             while size < byte_size:
                 part = os.pread(self.fd, byte_size - size, self._start + offset + size)
                 if not part:
-                    raise self._shrunk()
+                    raise self.lost()
                 parts.append(part)
                 size += len(part)
             data = b"".join(parts)
@@ -124,15 +124,15 @@ class _SystemMemory:
         while target:
             size = os.preadv(self.fd, (target,), at)
             if not size:
-                raise self._shrunk()
+                raise self.lost()
             at += size
             target = target[size:]
 
     def unread(self, offset: int, byte_size: int) -> Unread:
         """A part, to be read when a batch is made. Raises InvalidArgument where it is not there any more."""
         if os.fstat(self.fd).st_size < self._start + offset + byte_size:
-            raise self._shrunk()
-        return Unread(self, offset, byte_size)
+            raise self.lost()
+        return Unread(self, offset, byte_size, self.fd, self._start + offset)
 
     def destination(self, offset: int, byte_size: int) -> Destination:
         """A part for an output that its model may write."""
@@ -143,13 +143,13 @@ class _SystemMemory:
         at = self._start + offset
         if os.fstat(self.fd).st_size < at + len(view):
             # Writing beyond the end would make the client's object grow again.
-            raise self._shrunk()
+            raise self.lost()
         while view:
             written = os.pwrite(self.fd, view, at)
             at += written
             view = view[written:]
 
-    def _shrunk(self) -> NaiadError:
+    def lost(self) -> NaiadError:
         return InvalidArgument(
             f"shared memory object '{self._key}' has become smaller since it was registered; register it again"
         )

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from naiad.datatypes import DataType, pack_bytes, unpack_bytes
 from naiad.errors import Internal
 from naiad.instances import arena, layout
-from naiad.instances.frames import Details, Output
+from naiad.instances.frames import Details, Output, Source
 from naiad.messages import UNREAD_FROM, InferRequest, SequenceControl, Tensor, Unread
 
 
@@ -74,6 +74,33 @@ def test_what_is_unread_is_read_to_where_the_batch_lies():
     laid_out.write_file(fd)
     assert arena.map_shared(fd, laid_out.byte_size) == view
     os.close(fd)
+
+
+def test_what_lies_in_files_of_clients_is_left_to_the_host():
+    shape = (1, UNREAD_FROM)
+    own, known = bytes([1]) * UNREAD_FROM, Bytes(bytes([2]) * UNREAD_FROM)
+    contents = [
+        Unread(known, 0, UNREAD_FROM, 7, 100),
+        own,
+        Unread(known, 0, UNREAD_FROM),
+        Unread(known, 0, UNREAD_FROM, 5, 0),
+        Unread(known, 0, UNREAD_FROM, 7, 0),
+    ]
+    laid_out = layout.lay_out(requests_of(*([Tensor("I", DataType.UINT8, shape, data)] for data in contents)))
+    view = memoryview(bytearray(laid_out.byte_size))
+    files = layout.Files()
+    sources = laid_out.write(view, files)
+    assert list(files.descriptors.items()) == [(7, 0), (5, 1)]
+    assert files.unread == [contents[0], contents[3], contents[4]]
+    assert sources == [
+        Source(0, 0, 100, UNREAD_FROM),
+        Source(3 * UNREAD_FROM, 1, 0, UNREAD_FROM),
+        Source(4 * UNREAD_FROM, 0, 0, UNREAD_FROM),
+    ]
+    nothing = bytes(UNREAD_FROM)
+    assert view == nothing + own + known.data + nothing + nothing
+    assert laid_out.write(view) == []
+    assert view == known.data + own + 3 * known.data
 
 
 def test_rows_that_cannot_be_stacked_and_absent_inputs_are_told_request_by_request():

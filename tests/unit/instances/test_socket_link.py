@@ -11,7 +11,7 @@ from naiad.instances import arena
 from naiad.instances.busy_poll import BusyPoll
 from naiad.instances.channel import BlockingChannel
 from naiad.instances.execution import RequestExecution, Signature
-from naiad.instances.frames import Execute, InstanceSpec, Load, Reply, Results, Target, VersionSpec
+from naiad.instances.frames import Execute, InstanceSpec, Load, Reply, Results, Source, Target, VersionSpec
 from naiad.instances.host import Host, SocketLink
 from tests.unit.instances.test_returned_results import CONFIG, Model, answer, f4
 
@@ -59,8 +59,8 @@ def test_descriptors_of_targets_are_closed_when_the_batch_is_done(tmp_path: Path
 
     before = len(os.listdir("/proc/self/fd"))
     old = link.inputs
-    channel.send(Execute(1, [], [1], (), None, 0, [target(1), target(0), target(1)]), (files["a"], files["b"]))
-    channel.send(Execute(2, [], [1], (), None, 0, [target(0)]), (new_arena, files["c"]))
+    channel.send(Execute(1, [], [1], (), None, 0, [target(1), target(0), target(1)], None, 2), (files["a"], files["b"]))
+    channel.send(Execute(2, [], [1], (), None, 0, [target(0)], None, 1), (new_arena, files["c"]))
     channel.send(Execute(3, [], [1], (), None, 0))
     first, names = received()
     assert names == ["b", "a", "b"]
@@ -73,7 +73,7 @@ def test_descriptors_of_targets_are_closed_when_the_batch_is_done(tmp_path: Path
     assert second.targets is None
     # But for that of the new arena's mapping.
     assert len(os.listdir("/proc/self/fd")) <= before + 1
-    channel.send(Execute(4, [], [1], (), None, 0, [target(0)]), (files["c"],))
+    channel.send(Execute(4, [], [1], (), None, 0, [target(0)], None, 1), (files["c"],))
     fourth, _ = received()
     link.forked()
     # A child of model code writes nothing to them, nor to what gets their numbers next.
@@ -81,6 +81,39 @@ def test_descriptors_of_targets_are_closed_when_the_batch_is_done(tmp_path: Path
     for fd in (*fds, new_arena, *files.values()):
         os.close(fd)
     server.close()
+
+
+def test_inputs_that_lie_with_clients_are_fetched_and_lost_ones_are_told(tmp_path: Path) -> None:
+    server, host = socket.socketpair()
+    fds = [arena.create("test", SIZE) for _ in range(2)]
+    link = SocketLink(host, *fds, BusyPoll(0), end=print)
+    channel = BlockingChannel(server, msgspec.msgpack.Decoder(Results))
+    execution = RequestExecution(Model([answer(A=f4(1, 3))], True), Signature("m", "m_0", CONFIG), link, SIZE)
+    (tmp_path / "a").write_bytes(bytes(range(256)))
+    file = os.open(tmp_path / "a", os.O_RDWR)
+    sources = [Source(64, 0, 16, 4), Source(128, 0, 255, 2), Source(192, 0, 250, 6)]
+    for lost in ([1], [1, 2], None):
+        link.inputs[:] = b"-" * SIZE
+        given = None if lost is None else sources
+        channel.send(Execute(1, [], [1], (), None, 0, None, given, 1), (file,))
+        batch = link.receive()
+        assert batch is not None
+        link.read_sources(*batch)
+        execution.execute(*batch, 0)
+        results = channel.receive()
+        assert results is not None
+        assert results[0].lost == lost
+        if lost is not None:
+            last = b"\0" * 6 if 2 in lost else bytes(range(250, 256))
+            expected = [bytes(range(16, 20)), b"\0\0", last]
+            for source, data in zip(sources, expected, strict=True):
+                end = source.offset + source.byte_size
+                assert link.inputs[source.offset - 1 : end + 1] == b"-" + data + b"-"
+            os.truncate(file, 255)
+    link.close()
+    channel.close()
+    for fd in (*fds, file):
+        os.close(fd)
 
 
 class Nothing(ArrayBackend):

@@ -100,10 +100,10 @@ def run(
     number = batches.begin(batch)  # type: ignore[arg-type]
     laid_out = layout.lay_out(batch.requests)
     frame = Execute(number, laid_out.inputs, rows, tuple(arrays), None, 0)
-    if (targets := layout.targets(batch.requests)) is not None:
-        frame.targets, files = targets
-        for place in frame.targets:
-            place.file = files[place.file]
+    files = layout.Files()
+    frame.targets = layout.targets(batch.requests, files)
+    for place in frame.targets or ():
+        place.file = list(files.descriptors)[place.file]
     if deserted:
         target.cancel(number, 0)
     target.execute(frame, memoryview(bytearray(1 << 12)), 0)
@@ -187,12 +187,12 @@ def test_strings_go_the_ordinary_way(clients: list[Client], returns_requests: bo
 
 def test_one_descriptor_for_all_that_lies_in_the_same_memory(clients: list[Client]) -> None:
     requests = wanting(clients[0], clients[1], clients[0])
-    found = layout.targets(requests)
-    assert found is not None
-    targets, files = found
-    assert files == [clients[0].fd, clients[1].fd]
+    files = layout.Files()
+    targets = layout.targets(requests, files)
+    assert targets is not None
+    assert list(files.descriptors) == [clients[0].fd, clients[1].fd]
     assert [(t.output, t.index, t.file, t.position, t.byte_size) for t in targets] == [
         ("A", index, file, 16, ROOM) for index, file in enumerate((0, 1, 0))
     ]
-    assert layout.targets(wanting(None, clients[0])) is None
-    assert layout.targets(wanting(clients[0]) + wanting(clients[1], name="B")) is None
+    assert layout.targets(wanting(None, clients[0]), files) is None
+    assert layout.targets(wanting(clients[0]) + wanting(clients[1], name="B"), files) is None
