@@ -2,8 +2,9 @@
 Runs in a host.
 
 To copy through a mapping takes a third of the time of `pread` and `pwrite`. So objects that come again are mapped as long
-as they are in use. One that has become smaller is noticed; one that its client makes smaller right while it is copied ends
-this process (SIGBUS), which is started anew. The server never maps it.
+as they are in use. One that has become smaller is noticed, and one with holes, which there may be no memory to fill, is not
+touched through a mapping; one that its client makes smaller right while it is copied ends this process (SIGBUS), which is
+started anew. The server never maps it.
 """
 
 import mmap
@@ -13,6 +14,8 @@ from time import monotonic_ns
 #: Mappings that have not been used for so long are dropped: they keep memory that its client may have freed.
 UNUSED_NS = 1_000_000_000
 _MOST = 256
+#: What `st_blocks` counts, whatever the file system.
+_BLOCK = 512
 #: Other threads get a turn in between.
 _AT_ONCE = 16 * 1024 * 1024
 
@@ -80,6 +83,8 @@ class ClientMemory:
             self._objects[key] = _Object(None, now)
             return None
         known.used_ns = now
+        if status.st_blocks * _BLOCK < status.st_size:
+            return None
         if known.view is None or len(known.view) < end:
             try:
                 known.view = memoryview(mmap.mmap(fd, status.st_size))

@@ -14,19 +14,23 @@ SIZE = 3 << 16
 class Object:
     """An object of a client's, filled with `-`."""
 
-    def __init__(self, path: Path, size: int = SIZE) -> None:
-        self.path = path
-        path.write_bytes(b"-" * size)
-        self.fd = os.open(path, os.O_RDWR)
+    def __init__(self, name: str, size: int = SIZE) -> None:
+        self.name = f"client-memory-{name}"
+        self.fd = os.memfd_create(self.name)
+        os.pwrite(self.fd, b"-" * size, 0)
+
+    @property
+    def data(self) -> bytes:
+        return os.pread(self.fd, 1 << 20, 0)
 
     @property
     def is_mapped(self) -> bool:
-        return str(self.path) in Path("/proc/self/maps").read_text()
+        return self.name in Path("/proc/self/maps").read_text()
 
 
 @pytest.fixture
-def found(tmp_path: Path) -> Object:
-    return Object(tmp_path / "object")
+def found() -> Object:
+    return Object("first")
 
 
 @pytest.fixture
@@ -47,7 +51,7 @@ def test_what_comes_again_is_mapped_and_is_the_same_memory(found: Object, monkey
     for turn in range(4):
         data = bytes([turn]) * 5000
         assert memory.write(found.fd, 77, memoryview(data))
-        assert found.path.read_bytes() == b"-" * 77 + data + b"-" * (SIZE - 5077)
+        assert found.data == b"-" * 77 + data + b"-" * (SIZE - 5077)
         assert read(memory, found, 70, 5100) == b"-" * 7 + data + b"-" * 93
         assert found.is_mapped
 
@@ -61,7 +65,7 @@ def test_once_is_not_worth_a_mapping(found: Object) -> None:
 def test_other_descriptors_of_an_object_are_the_same_object(found: Object) -> None:
     memory = ClientMemory()
     read(memory, found, 0, 1)
-    again = os.open(found.path, os.O_RDWR)
+    again = os.open(f"/proc/self/fd/{found.fd}", os.O_RDWR)
     os.close(found.fd)
     found.fd = again
     assert read(memory, found, 0, 2) == b"--"
@@ -73,20 +77,37 @@ def test_smaller_and_larger_ones_are_noticed(found: Object, turns: int) -> None:
     memory = ClientMemory()
     for _ in range(turns):
         assert read(memory, found, SIZE - 10, 10) == b"-" * 10
-    os.truncate(found.path, SIZE - 1)
+    os.truncate(found.fd, SIZE - 1)
     assert read(memory, found, SIZE - 10, 10) is None
     assert not memory.write(found.fd, SIZE - 10, memoryview(b"x" * 10))
-    assert found.path.stat().st_size == SIZE - 1
+    assert len(found.data) == SIZE - 1
     assert read(memory, found, SIZE - 10, 9) == b"-" * 9
-    os.truncate(found.path, 2 * SIZE)
+    os.pwrite(found.fd, bytes(SIZE + 1), SIZE - 1)
     for data in (b"x" * 10, b"y" * 10, b"z" * 10):
         assert memory.write(found.fd, 2 * SIZE - 10, memoryview(data))
         assert read(memory, found, 2 * SIZE - 11, 11) == b"\0" + data
 
 
-def test_what_is_not_used_is_given_back(found: Object, clock: list[int], tmp_path: Path) -> None:
+@pytest.mark.parametrize("turns", [0, 1, 3])
+def test_holes_are_not_filled_through_a_mapping(found: Object, turns: int) -> None:
     memory = ClientMemory()
-    other = Object(tmp_path / "other")
+    for _ in range(turns):
+        assert read(memory, found, 0, 1) == b"-"
+    os.truncate(found.fd, 4 * SIZE)
+    for data in (b"x" * 10, b"y" * 10, b"z" * 10):
+        blocks = os.fstat(found.fd).st_blocks
+        assert read(memory, found, 3 * SIZE, 1 << 12) == bytes(1 << 12)
+        assert os.fstat(found.fd).st_blocks == blocks
+        assert memory.write(found.fd, 4 * SIZE - 10, memoryview(data))
+        assert read(memory, found, 4 * SIZE - 11, 11) == b"\0" + data
+    os.pwrite(found.fd, bytes(3 * SIZE), SIZE)
+    assert read(memory, found, SIZE - 1, 3) == b"-\0\0"
+    assert found.is_mapped
+
+
+def test_what_is_not_used_is_given_back(found: Object, clock: list[int]) -> None:
+    memory = ClientMemory()
+    other = Object("second")
     assert not memory.drop_unused()
     for _ in range(2):
         read(memory, found, 0, 1)
@@ -103,21 +124,22 @@ def test_what_is_not_used_is_given_back(found: Object, clock: list[int], tmp_pat
     assert not other.is_mapped
 
 
-def test_not_more_than_so_many_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_not_more_than_so_many_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_MOST", 2)
     memory = ClientMemory()
     for number in range(5):
-        found = Object(tmp_path / str(number), 4096)
+        found = Object(f"many-{number}", 4096)
         for _ in range(2):
             assert read(memory, found, 0, 1) == b"-"
-    assert Path("/proc/self/maps").read_text().count(str(tmp_path)) <= 2
+    assert Path("/proc/self/maps").read_text().count("client-memory-many") <= 2
     assert len(memory._objects) <= 2
 
 
 def test_what_cannot_be_mapped_is_copied_all_the_same(found: Object) -> None:
     memory = ClientMemory()
+    path = f"/proc/self/fd/{os.dup(found.fd)}"
     os.close(found.fd)
-    found.fd = os.open(found.path, os.O_RDONLY)
+    found.fd = os.open(path, os.O_RDONLY)
     for _ in range(3):
         assert read(memory, found, 0, 3) == b"---"
     with pytest.raises(OSError, match="Bad file descriptor"):
