@@ -5,6 +5,8 @@ import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -171,3 +173,35 @@ def test_a_region_that_shrinks_while_its_request_waits_is_an_error_of_its_client
         client.close()
         for handle in handles:
             shm.destroy_shared_memory_region(handle)
+
+
+def test_memory_of_a_client_that_has_gone_is_let_go(server: Server, protocol: str) -> None:
+    region = f"naiad-test-{os.getpid()}-gone"
+    handle = shm.create_shared_memory_region(region, f"/{region}", 2 * SIZE)
+    module, client = connect(server, protocol)
+
+    def holders() -> list[int]:
+        found = []
+        for pid in server.pids():
+            with suppress(OSError):
+                files = [os.readlink(file) for file in Path(f"/proc/{pid}/fd").iterdir()]
+                if any(region in name for name in (*files, Path(f"/proc/{pid}/maps").read_text())):
+                    found.append(pid)
+        return found
+
+    try:
+        client.register_system_shared_memory(region, f"/{region}", 2 * SIZE)
+        shm.set_shared_memory_region(handle, [np.ones(2 * COUNT, np.float32)])
+        tensor = module.InferInput("IN", [1, COUNT], "FP32")
+        tensor.set_shared_memory(region, SIZE)
+        output = module.InferRequestedOutput("OUT")
+        output.set_shared_memory(region, SIZE, SIZE)
+        for _ in range(3):
+            client.infer("batched", [tensor], outputs=[output])
+        assert set(server.named("naiad:batched")) & set(holders())
+        client.unregister_system_shared_memory(region)
+    finally:
+        client.close()
+        shm.destroy_shared_memory_region(handle)
+    assert server.process.pid not in holders()
+    until(lambda: not holders(), "the model's process does not map it any more")

@@ -2,8 +2,8 @@
 Runs in a host.
 
 To copy through a mapping takes a third of the time of `pread` and `pwrite`. So objects that come again are mapped as long
-as they are in use. One that has become smaller is noticed, and one with holes, which there may be no memory to fill, is not
-touched through a mapping; one that its client makes smaller right while it is copied ends this process (SIGBUS), which is
+as they are in use. One that has become smaller is noticed, and holes, which there may be no memory to fill, are not touched
+through a mapping; one that its client makes smaller right while it is copied ends this process (SIGBUS), which is
 started anew. The server never maps it.
 """
 
@@ -41,7 +41,7 @@ class ClientMemory:
         end = position + len(data)
         if status.st_size < end:
             return False
-        view = self._mapped(fd, status, end)
+        view = self._mapped(fd, status, position, end)
         if view is None:
             while data:
                 count = os.pwrite(fd, data, position)
@@ -59,7 +59,7 @@ class ClientMemory:
         end = position + len(target)
         if status.st_size < end:
             return False
-        view = self._mapped(fd, status, end)
+        view = self._mapped(fd, status, position, end)
         if view is None:
             while target:
                 count = os.preadv(fd, (target,), position)
@@ -73,7 +73,12 @@ class ClientMemory:
                 part[:] = view[position + at : position + at + len(part)]
         return True
 
-    def _mapped(self, fd: int, status: os.stat_result, end: int) -> memoryview | None:
+    def clear(self) -> None:
+        """For a process that model code has forked: it is to keep nothing of a client's."""
+        self._objects.clear()
+
+    def _mapped(self, fd: int, status: os.stat_result, position: int, end: int) -> memoryview | None:
+        """The memory of the object, all of which is there from `position` to `end`."""
         key = status.st_dev, status.st_ino
         now = monotonic_ns()
         known = self._objects.get(key)
@@ -83,14 +88,18 @@ class ClientMemory:
             self._objects[key] = _Object(None, now)
             return None
         known.used_ns = now
-        if status.st_blocks * _BLOCK < status.st_size:
+        if position == end or (
+            status.st_blocks * _BLOCK < status.st_size and os.lseek(fd, position, os.SEEK_HOLE) < end
+        ):
             return None
-        if known.view is None or len(known.view) < end:
+        view = known.view
+        if view is None or len(view) < end:
             try:
-                known.view = memoryview(mmap.mmap(fd, status.st_size))
-            except OSError:
-                known.view = None  # no room for it in this process
-        return known.view
+                view = known.view = memoryview(mmap.mmap(fd, status.st_size))
+            except (OSError, ValueError):
+                # No room for it in this process, or it has become smaller since.
+                return None
+        return view
 
     def drop_unused(self) -> bool:
         """Unmaps what has not been used for a while; whether there is anything left."""

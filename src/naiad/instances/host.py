@@ -93,11 +93,12 @@ class SocketLink:
             self.inputs = arena.map_shared(fds[0], os.fstat(fds[0]).st_size)
             return frame, self.inputs
         except NaiadError as error:
-            now = monotonic_ns()
-            self._channel.send(Results(frame.batch, None, None, failure(error), (now, now, now, now), 0))
-            return self.receive()
+            problem = failure(error)
         finally:
             os.close(fds[0])
+        now = monotonic_ns()
+        self._channel.send(Results(frame.batch, None, None, problem, (now, now, now, now), 0))
+        return self.receive()
 
     def read_sources(self, frame: Execute, inputs: memoryview) -> None:
         """Copies what still lies in memory of clients to where the batch has it; zeros for what is not there any more."""
@@ -217,6 +218,7 @@ class Host:
         """Model code has forked: the child has this host's sockets and arenas, but is not this host and must answer
         nothing."""
         self._is_fork = True
+        client_memory.clear()
         for link in self._links:
             if isinstance(link, SocketLink):
                 link.forked()

@@ -118,6 +118,7 @@ class ProcessInstance:
             self._channel = None
         # Freed when the last view of a result goes.
         self._inputs = self._outputs = None
+        self._forget_files()
         self._batches.fail(error)
         self._tenant.host.changed()
 
@@ -147,8 +148,6 @@ class ProcessInstance:
         details = layout.details(requests, asked) if self._tenant.takes_requests else None
         frame = Execute(number, laid_out.inputs, list(batch.rows), asked, details, 0)
         files = self._files
-        if files.descriptors:
-            files = self._files = layout.Files()
         if not self._tenant.decoupled:
             frame.targets = layout.targets(requests, files)
         now = monotonic_ns()
@@ -172,6 +171,11 @@ class ProcessInstance:
         else:
             frame.sources = laid_out.write(inputs, files) or None
         frame.file_count = len(files.descriptors)
+
+    def _forget_files(self) -> None:
+        """The memory is its clients' again, who may want it to go."""
+        if self._files.descriptors:
+            self._files = layout.Files()
 
     def _expect(self, awaited: Awaited, now: int) -> None:
         awaited.begin(now)
@@ -248,6 +252,7 @@ class ProcessInstance:
 
     def _refuse_now(self, number: int, error: NaiadError) -> None:
         if number in self._batches:
+            self._forget_files()
             self._batches.refuse(number, error)
             self._tenant.host.changed()
             self.on_change()
@@ -281,6 +286,8 @@ class ProcessInstance:
         if results.lost is not None:
             for index in results.lost:
                 self._files.unread[index].was_lost()
+        if results.times is not None:
+            self._forget_files()
         if self._batches.deliver(results, region):
             self.on_change()
         if not self._is_attached:

@@ -21,6 +21,9 @@ from naiad.protocol.templates import LARGEST, MOST
 #: In longer texts reading the arrays is all that counts.
 LONGEST = 16 * 1024
 
+#: Who has changed what stands behind the data is not to wait for ever.
+_MOST_MISSES = 100
+
 _DATA = b'"data"'
 _Key = tuple[bytes, str, int, int]
 
@@ -44,13 +47,15 @@ class _Array:
 
 
 class _Template:
-    __slots__ = ("arrays", "plan", "request")
+    __slots__ = ("arrays", "misses", "plan", "request")
 
     def __init__(self, request: InferRequest, plan: OutputPlan, arrays: list[_Array]) -> None:
         #: Without its data.
         self.request = request
         self.plan = plan
         self.arrays = arrays
+        #: How many texts that begin like it have been others since the last that was not.
+        self.misses = 0
 
 
 #: By the text before the first array, the model's name, the version asked for and how large data may be. None
@@ -79,7 +84,10 @@ def recall(
             return None
         inputs.append(Tensor(item.name, item.datatype, item.shape, data))
         start = end + len(item.behind)
-    return (known.request.of(tuple(inputs)), known.plan) if start == len(text) else None
+    if start != len(text):
+        return None
+    known.misses = 0
+    return known.request.of(tuple(inputs)), known.plan
 
 
 def _read(item: _Array, text: bytes, max_input_size: int) -> bytes | None:
@@ -90,11 +98,11 @@ def _read(item: _Array, text: bytes, max_input_size: int) -> bytes | None:
     if type(values) is not list:
         return None
     # There is a letter of `true` or `false`, which a number does not have.
-    if item.pack is not None and text.find(b"r") < 0 and text.find(b"l") < 0:
+    if item.pack is not None and not text.startswith(b"[[") and text.find(b"r") < 0 and text.find(b"l") < 0:
         try:
             return item.pack(*values)
         except (struct.error, OverflowError):
-            pass  # nested, too large, or no numbers
+            pass  # too large, or no numbers
     try:
         return tensor_data(item.name, item.datatype, item.count, values, max_input_size)
     except NaiadError:
@@ -105,7 +113,14 @@ def remember(text: bytes, request: InferRequest, plan: OutputPlan, counts: Seque
     """Takes note of a text, which has been read: `request` has all its data in JSON, in arrays of `counts` elements."""
     start = text.find(b"[", text.find(_DATA))
     key = (text[:start], request.model_name, request.model_version, max_input_size)
-    if start > LARGEST or key in _templates:
+    if start > LARGEST:
+        return
+    if key in _templates:
+        known = _templates[key]
+        if known is not None:
+            known.misses += 1
+            if known.misses > _MOST_MISSES:
+                del _templates[key]
         return
     if key not in _seen:
         if len(_seen) >= MOST:

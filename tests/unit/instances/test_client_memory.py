@@ -1,5 +1,6 @@
 """Memory of clients, as a host copies from and to it."""
 
+import itertools
 import os
 from pathlib import Path
 
@@ -9,13 +10,14 @@ from naiad.instances import client_memory as module
 from naiad.instances.client_memory import UNUSED_NS, ClientMemory
 
 SIZE = 3 << 16
+_numbers = itertools.count()
 
 
 class Object:
     """An object of a client's, filled with `-`."""
 
     def __init__(self, name: str, size: int = SIZE) -> None:
-        self.name = f"client-memory-{name}"
+        self.name = f"client-memory-{name}-{next(_numbers)}"
         self.fd = os.memfd_create(self.name)
         os.pwrite(self.fd, b"-" * size, 0)
 
@@ -100,9 +102,28 @@ def test_holes_are_not_filled_through_a_mapping(found: Object, turns: int) -> No
         assert os.fstat(found.fd).st_blocks == blocks
         assert memory.write(found.fd, 4 * SIZE - 10, memoryview(data))
         assert read(memory, found, 4 * SIZE - 11, 11) == b"\0" + data
-    os.pwrite(found.fd, bytes(3 * SIZE), SIZE)
-    assert read(memory, found, SIZE - 1, 3) == b"-\0\0"
+    # What lies beside a hole is read through a mapping.
+    assert read(memory, found, SIZE - 5, 5) == b"-" * 5
     assert found.is_mapped
+
+
+def test_an_empty_object(found: Object) -> None:
+    memory = ClientMemory()
+    os.truncate(found.fd, 0)
+    for _ in range(3):
+        assert memory.write(found.fd, 0, memoryview(b""))
+        assert read(memory, found, 0, 0) == b""
+        assert read(memory, found, 0, 1) is None
+
+
+def test_one_that_shrinks_before_it_is_mapped(found: Object, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = ClientMemory()
+    read(memory, found, 0, SIZE)
+    before = os.fstat(found.fd)
+    os.truncate(found.fd, SIZE // 2)
+    monkeypatch.setattr(module.os, "fstat", lambda fd: before)
+    assert read(memory, found, 0, SIZE) is None
+    assert not found.is_mapped
 
 
 def test_what_is_not_used_is_given_back(found: Object, clock: list[int]) -> None:

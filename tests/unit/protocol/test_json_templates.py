@@ -168,6 +168,19 @@ def test_other_texts_around_the_data_are_others() -> None:
         assert outcome(text) == first_outcome(text)
 
 
+def test_what_comes_no_more_makes_room() -> None:
+    learn(one("[1,2]"))
+    other = one("[1,2]", more=',"id":"y"')
+    for _ in range(json_templates._MOST_MISSES):
+        outcome(other)
+        assert not is_recalled(other)
+        assert is_recalled(one("[3,4]"))
+    for _ in range(3 * json_templates._MOST_MISSES):
+        outcome(other)
+    assert is_recalled(other)
+    assert outcome(other) == first_outcome(other)
+
+
 def test_what_is_kept_has_an_end() -> None:
     for number in range(3 * json_templates.MOST):
         text = f'{{"id":"{number}",'.encode() + one("[1,2]")[1:]

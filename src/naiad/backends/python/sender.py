@@ -6,6 +6,7 @@ ends its request.
 
 import threading
 from functools import partial
+from operator import index
 from typing import Any
 
 from naiad.backends.api import BackendRequest, BackendResponse
@@ -43,6 +44,7 @@ class InferenceResponseSender:
 
         Raises TritonModelException when there may be no such response, or it cannot be sent.
         """
+        flags = index(flags)
         if flags not in (0, RESPONSE_COMPLETE_FINAL):
             raise TritonModelException("Unable to send response. Unsupported flag provided.")
         if response is None:

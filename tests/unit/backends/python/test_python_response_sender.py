@@ -5,6 +5,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from python_backend_fakes import FakeRequest, FakeServices, load, write
 
@@ -65,6 +66,14 @@ def test_what_it_may_not(decoupled: bool, before: list[Any], arguments: tuple[An
     with pytest.raises(pb_utils.TritonModelException) as error:
         sender.send(*arguments)
     assert str(error.value) == text
+
+
+@pytest.mark.parametrize("decoupled", [False, True])
+def test_flags_may_be_numpys(decoupled: bool) -> None:
+    request = FakeRequest()
+    InferenceResponseSender(request, decoupled).send(response(), np.uint32(FINAL))
+    assert kinds(request) == [("BackendResponse", True)]
+    assert [type(final) for _, final in request.sent] == [bool]
 
 
 @pytest.mark.parametrize("flags", [0, FINAL])
