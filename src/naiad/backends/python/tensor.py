@@ -4,16 +4,14 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-import numpy.typing as npt
 from mypy_extensions import mypyc_attr
 
 from naiad import datatypes
+from naiad.backends.api import Array
 from naiad.backends.python import dlpack
 from naiad.backends.python.failures import TritonModelException
 from naiad.backends.python.texts import text
 from naiad.datatypes import DataType
-
-Array = npt.NDArray[Any]
 
 _BF16 = np.dtype(ml_dtypes.bfloat16)
 _EMPTY_NAME = "Tensor name cannot be an empty string."
