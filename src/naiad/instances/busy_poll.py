@@ -30,19 +30,21 @@ _TRIES_EVERY = 64
 class BusyPoll:
     """Whether this process may wait awake. `window_ns` is how long at most, 0 for never.
 
-    Its threads use it without a lock: what gets lost is a look too many or too few. Only the thread that executes batches
-    waits awake, and where there are several of them none does: the interpreter would be taken from the others.
+    Its threads use it without a lock: what gets lost is a look too many or too few. Only threads that execute batches wait
+    awake, and of several the one that began last, as long as none of the others is executing: the interpreter would be
+    taken from it.
     """
 
     __slots__ = (
+        "_awake",
         "_clock",
         "_pause_ns",
         "_resume_ns",
         "_taken_at_ns",
         "_taken_ns",
+        "_waiting",
         "_yield",
-        "executing_threads",
-        "thread",
+        "executing",
         "window_ns",
     )
 
@@ -53,9 +55,11 @@ class BusyPoll:
         clock: Callable[[], int] = monotonic_ns,
     ) -> None:
         self.window_ns = window_ns
-        self.executing_threads = 0
-        #: The one that executes, by its `get_ident`; 0 as long as it is not known.
-        self.thread = 0
+        #: The threads that execute batches, by their `get_ident`; empty as long as they are not known.
+        self.executing: set[int] = set()
+        #: Those that wait now, and which of them may be awake.
+        self._waiting: set[int] = set()
+        self._awake = 0
         self._yield = yield_core
         self._clock = clock
         #: What others have taken and when that was, less what they are spared.
@@ -66,7 +70,7 @@ class BusyPoll:
         self._resume_ns = 0 if window_ns else _NEVER_NS
 
     def allows(self, now: int) -> bool:
-        return now >= self._resume_ns and self.executing_threads <= 1
+        return now >= self._resume_ns
 
     def give_way(self, now: int) -> int:
         """Lets others have the core; the time afterwards, in ns."""
@@ -88,14 +92,20 @@ class BusyPoll:
         """Returns when there is something to read. `poll(ms)` says whether there is within that time, `poll()` waits."""
         now = self._clock()
         awaited.begin(now)
-        if awaited.is_soon and (not self.thread or self.thread == get_ident()):
+        me = get_ident()
+        executing, waiting = self.executing, self._waiting
+        waiting.add(me)
+        if awaited.is_soon and (me in executing or not executing):
+            self._awake = me
             end = now + self.window_ns
-            while now < end and self.allows(now):
+            while now < end and self.allows(now) and self._awake == me and waiting.issuperset(executing):
                 if poll(0):
+                    waiting.discard(me)
                     awaited.came(now, self.window_ns)
                     return
                 now = self.give_way(now)
         poll()
+        waiting.discard(me)
         awaited.came(self._clock(), self.window_ns)
 
 
@@ -105,7 +115,8 @@ class Awaited:
     __slots__ = ("_late", "_since", "is_soon")
 
     def __init__(self) -> None:
-        self._since = 0
+        #: Long ago, as long as nobody has begun to wait.
+        self._since = -_NEVER_NS
         #: How often in a row it has come after its window.
         self._late = 0
         self.is_soon = False

@@ -394,8 +394,7 @@ class Host:
             loaded(error)
             return
         self._executions[frame.model, spec.name] = target
-        self._busy_poll.executing_threads = len(self._executions)
-        self._busy_poll.thread = threading.get_ident()
+        self._busy_poll.executing.add(threading.get_ident())
         loaded(None)
         try:
             while (received := link.receive()) is not None:
@@ -406,7 +405,7 @@ class Host:
                 del received
         finally:
             del self._executions[frame.model, spec.name]
-            self._busy_poll.executing_threads = len(self._executions)
+            self._busy_poll.executing.discard(threading.get_ident())
             self._close(link)
             try:
                 target.close()

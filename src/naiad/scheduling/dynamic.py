@@ -100,6 +100,9 @@ class DynamicScheduler(TurnScheduler):
         super().__init__(model_name, instances, statistics, report)
         self._queue = queue
         self._instances = deque(instances)
+        #: The instance that has executed last, and well: what it needs is in the caches of its core, and it may still be
+        #: awake.
+        self._last: Instance | None = None
         self._order = _Order(self._deliver) if preserve_ordering else None
         #: Nothing runs before so many calls wait; 0 from then on.
         self._hold = delay_from("TRITONSERVER_DELAY_SCHEDULER")
@@ -111,6 +114,8 @@ class DynamicScheduler(TurnScheduler):
 
     def retire(self, instance: Instance) -> asyncio.Event:
         self._instances.remove(instance)
+        if self._last is instance:
+            self._last = None
         gone = asyncio.Event()
         gone.set()
         return gone
@@ -154,6 +159,7 @@ class DynamicScheduler(TurnScheduler):
         return calls  # type: ignore[return-value]
 
     def completed(self, execution: Execution, times: ComputeTimes | None, succeeded: bool) -> None:
+        self._last = execution.instance if succeeded and times is not None else None
         times = self._executed(execution.calls, execution.total_rows, times, succeeded)
         if times.end_ns - times.start_ns >= WORTH_WAITING_NS:
             calls = execution.calls
@@ -168,7 +174,10 @@ class DynamicScheduler(TurnScheduler):
         self._refuse_all(self._queue.drain(), error)  # type: ignore[arg-type]
 
     def _available(self) -> Instance | None:
-        """The idle instance that has been idle longest."""
+        """The instance that has executed last if it is idle, else the one that has been idle longest."""
+        last = self._last
+        if last is not None and last.is_available:
+            return last
         instances = self._instances
         for _ in range(len(instances)):
             instance = instances[0]

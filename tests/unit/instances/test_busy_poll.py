@@ -82,22 +82,86 @@ def test_no_longer_than_the_window():
     assert core.now == began + 10_000 * US
 
 
+def test_what_nobody_waited_for_did_not_come_soon():
+    awaited = Awaited()
+    # However soon after the start of the machine.
+    awaited.came(1 * US, WINDOW)
+    assert not awaited.is_soon
+
+
 def test_a_window_of_0_is_never():
     core, awaited = Core(0), Awaited()
     assert [core.wait(awaited, 0) for _ in range(3)] == [" asleep"] * 3
 
 
-def test_of_several_threads_that_execute_none_waits_awake():
-    core, awaited = Core(), Awaited()
-    seen = []
-    for core.busy_poll.executing_threads in (1, 1, 2, 2, 1):
-        seen.append(core.wait(awaited, 100 * US))
-    assert seen == [" asleep", "awake", " asleep", " asleep", "awake"]
+class TestSeveralThreads:
+    """Of those that execute; each waits in a thread of its own, as far as the test lets it."""
+
+    @pytest.fixture
+    def core(self):
+        return Core()
+
+    @pytest.fixture
+    def pools(self, core):
+        with ThreadPoolExecutor(1) as first, ThreadPoolExecutor(1) as second:
+            for pool in (first, second):
+                core.busy_poll.executing.add(pool.submit(threading.get_ident).result())
+            yield first, second
+
+    @staticmethod
+    def begin_to_wait(core, pool):
+        """A wait in a thread of the pool, asleep by now; what ends it, and its end."""
+        sleeps, goes_on = threading.Event(), threading.Event()
+
+        def poll(timeout_ms=None):
+            assert timeout_ms is None
+            sleeps.set()
+            goes_on.wait()
+
+        ended = pool.submit(core.busy_poll.wait, Awaited(), poll)
+        sleeps.wait()
+        return goes_on, ended
+
+    def test_one_waits_awake_while_the_others_wait(self, core, pools):
+        first, second = pools
+        awaited = Awaited()
+        # The other one executes.
+        assert [first.submit(core.wait, awaited, 100 * US).result() for _ in range(2)] == [" asleep"] * 2
+        goes_on, ended = self.begin_to_wait(core, second)
+        assert first.submit(core.wait, awaited, 100 * US).result() == "awake"
+        goes_on.set()
+        ended.result()
+        assert first.submit(core.wait, awaited, 100 * US).result() == " asleep"
+
+    def test_who_begins_to_wait_later_takes_over(self, core, pools):
+        first, second = pools
+        awaited = {pool: Awaited() for pool in pools}
+        for pool, others in ((first, second), (second, first)):
+            goes_on, ended = self.begin_to_wait(core, others)
+            pool.submit(core.wait, awaited[pool], 100 * US).result()
+            goes_on.set()
+            ended.result()
+        goes_on, ended = self.begin_to_wait(core, second)
+        looks, seen = 0, []
+
+        def poll(timeout_ms=None):
+            nonlocal looks
+            if timeout_ms is None:
+                return True
+            looks += 1
+            if looks == 3:
+                goes_on.set()
+                ended.result()
+                seen.append(second.submit(core.wait, awaited[second], 50 * US).result())
+            return False
+
+        first.submit(core.busy_poll.wait, awaited[first], poll).result()
+        assert (looks, seen) == (3, ["awake"])
 
 
 def test_threads_of_model_code_that_ask_others_do_not_wait_awake():
     core, awaited = Core(), Awaited()
-    core.busy_poll.thread = threading.get_ident()
+    core.busy_poll.executing.add(threading.get_ident())
     assert [core.wait(awaited, 100 * US) for _ in range(2)] == [" asleep", "awake"]
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(core.wait, awaited, 100 * US).result() == " asleep"

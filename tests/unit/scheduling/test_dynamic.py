@@ -9,7 +9,7 @@ import pytest
 from scheduling_fakes import FakeInstance, Lease, Meddler, Sink
 
 from naiad.config.model_config import QueuePolicy
-from naiad.errors import Cancelled, Unavailable
+from naiad.errors import Cancelled, Internal, Unavailable
 from naiad.instances.instance import ComputeTimes
 from naiad.messages import InferRequest
 from naiad.scheduling.dynamic import DynamicScheduler
@@ -249,7 +249,35 @@ async def test_where_another_instance_is_idle_no_batch_waits_for_clients() -> No
     assert await clients.send(3) == [3, 3]
     assert await clients.send(1) == [3, 3]
     assert await clients.answer(one) == [0, 3]
+    assert await clients.answer(other) == [0, 1]
+    other.answer()
+    await asyncio.wait_for(clients.scheduler.close(), 10)
+
+
+async def test_the_instance_that_executed_last_is_the_first_to_be_used() -> None:
+    one, other = FakeInstance("one"), FakeInstance("other")
+    clients = Clients(one, other, end_ns=0)
+    for _ in range(3):
+        assert await clients.send(1) == [1, 0]
+        assert await clients.answer(one) == [0, 0]
+    assert await clients.send(1) == [1, 0]
+    assert await clients.send(1) == [1, 1]
+    for _ in range(3):
+        assert await clients.answer(other) == [1, 0]
+        assert await clients.send(1) == [1, 1]
     assert await clients.answer(other) == [1, 0]
+    assert await clients.answer(one) == [0, 0]
+    # One that fails does not get all that comes, and one that is retired gets nothing.
+    for _ in range(2):
+        assert await clients.send(1) == [1, 0]
+        batch, one.batch = one.batch, None
+        assert batch is not None
+        batch.deliver(0, Internal("failed"), True)
+        batch.complete(one.times, succeeded=False)
+    assert await clients.send(1) == [0, 1]
+    assert await clients.answer(other) == [0, 0]
+    clients.scheduler.retire(other)
+    assert await clients.send(1) == [1, 0]
     one.answer()
     await asyncio.wait_for(clients.scheduler.close(), 10)
 
