@@ -14,7 +14,7 @@ ROOT = Path(naiad.__file__).parent
 
 #: Files and folders of src/naiad, from the innermost out. Those of one row may import one another.
 LAYERS: list[set[str]] = [
-    {"errors", "datatypes", "messages", "metadata", "statistics"},
+    {"errors", "datatypes", "messages", "metadata", "packed", "statistics"},
     {"options"},
     {"telemetry"},
     {"config"},

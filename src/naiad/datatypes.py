@@ -1,18 +1,14 @@
 """The one table of data types: Triton's name, its number in the protocol, numpy's dtype, the element size.
 
-Also the packed form of BYTES tensors. Imported by the server and by hosts, so it needs numpy only.
+Imported by the server and by hosts, so it needs numpy only.
 """
 
 import enum
-import struct
-from collections.abc import Iterable
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
-
-from naiad.errors import InvalidArgument
 
 Buffer = bytes | bytearray | memoryview
 
@@ -84,47 +80,3 @@ def from_numpy(dtype: npt.DTypeLike) -> DataType | None:
     if dtype.kind in "SU":
         return DataType.BYTES
     return _BY_NUMPY.get(dtype.newbyteorder("="))
-
-
-_LENGTH = struct.Struct("<I")
-
-
-def pack_bytes(elements: Iterable[Any]) -> bytes:
-    """The packed form of BYTES elements: a little-endian uint32 length before each.
-
-    `elements` are bytes or str (UTF-8); anything else is packed as its str(), as tritonclient does.
-    """
-    pack = _LENGTH.pack
-    parts: list[bytes] = []
-    for element in elements:
-        if isinstance(element, str):
-            element = element.encode()
-        elif not isinstance(element, bytes):
-            element = bytes(element) if isinstance(element, (bytearray, memoryview)) else str(element).encode()
-        parts.append(pack(len(element)))
-        parts.append(element)
-    return b"".join(parts)
-
-
-def unpack_bytes(data: Buffer, shape: tuple[int, ...] | list[int]) -> npt.NDArray[np.object_]:
-    """The object array of a packed BYTES tensor of `shape`. Raises InvalidArgument when data and shape disagree."""
-    count = 1
-    for extent in shape:
-        count *= extent
-    raw = bytes(data)
-    array = np.empty(count, dtype=np.object_)
-    unpack = _LENGTH.unpack_from
-    at = 0
-    end = len(raw)
-    index = 0
-    while at + 4 <= end and index < count:
-        (length,) = unpack(raw, at)
-        at += 4
-        if at + length > end:
-            break
-        array[index] = raw[at : at + length]
-        at += length
-        index += 1
-    if index != count or at != end:
-        raise InvalidArgument(f"expected {count} string elements for shape {list(shape)}, got {index} in {end} bytes")
-    return array.reshape(shape)

@@ -24,6 +24,7 @@ from naiad.instances.client_memory import client_memory
 from naiad.instances.composition import Composition, Shape
 from naiad.instances.frames import Details, Execute, Failure, Input, Output, Response, Results, Target, failure
 from naiad.messages import ParameterValue
+from naiad.packed import pack_bytes, unpack_bytes
 
 #: Late results up to this size travel in their frame: copying them costs less than a memory file.
 INLINE_LIMIT = 256 * 1024
@@ -98,7 +99,7 @@ _BYTES = DataType.BYTES.number
 
 def _array(datatype: int, shape: tuple[int, ...], data: memoryview, offset: int, byte_size: int) -> Array:
     if datatype == _BYTES:
-        return datatypes.unpack_bytes(data[offset : offset + byte_size], shape)
+        return unpack_bytes(data[offset : offset + byte_size], shape)
     return np.ndarray(shape, _DATATYPES[datatype].numpy, data, offset)
 
 
@@ -124,12 +125,11 @@ class _Packed:
         self.sizes: list[int] | None = None
         if datatype is DataType.BYTES:
             if rows is None or len(rows) == 1:
-                self.packed: bytes | None = datatypes.pack_bytes(array.ravel().tolist())
+                self.packed: bytes | None = pack_bytes(array.ravel().tolist())
             else:
                 ends = np.cumsum(rows).tolist()
                 parts = [
-                    datatypes.pack_bytes(array[end - count : end].ravel().tolist())
-                    for end, count in zip(ends, rows, strict=True)
+                    pack_bytes(array[end - count : end].ravel().tolist()) for end, count in zip(ends, rows, strict=True)
                 ]
                 self.sizes = [len(part) for part in parts]
                 self.packed = b"".join(parts)

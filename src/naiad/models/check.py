@@ -12,6 +12,7 @@ from naiad.config.model_config import ModelConfig, TensorConfig
 from naiad.datatypes import AT_ONCE, LARGE, Buffer, DataType, TakesLong
 from naiad.errors import InvalidArgument
 from naiad.messages import InferRequest, Tensor
+from naiad.packed import count_elements
 
 _LENGTH = struct.Struct("<I")
 _BATCH_NOTE = (
@@ -239,8 +240,10 @@ def _fits(spec: _Input, tensor: Tensor, rows: int, batching: bool) -> bool:
 
 
 def _check_bytes(request: InferRequest, tensor: Tensor, expected: int, model: str) -> None:
-    """Walks the length prefixes of a BYTES tensor."""
+    """Walks the length prefixes of a BYTES tensor, and once more to say what is wrong."""
     data: Buffer = tensor.data
+    if count_elements(data) == expected:
+        return
     end = len(data)
     at = count = 0
     unpack = _LENGTH.unpack_from

@@ -3,20 +3,19 @@
 import array
 import struct
 from itertools import chain
-from time import sleep
 from typing import Any
 
 import numpy as np
 
-from naiad.datatypes import AT_ONCE, Buffer, DataType
+from naiad.datatypes import DataType
 from naiad.errors import Internal, InvalidArgument
 from naiad.messages import Tensor
-from naiad.protocol.json_text import IS_BOOLEAN, IS_NUMBER, IS_SIGNED, IS_UNSIGNED, encode, too_deep
+from naiad.packed import pack_texts, unpack_texts
+from naiad.protocol.json_text import IS_BOOLEAN, IS_NUMBER, IS_SIGNED, IS_UNSIGNED, too_deep
 
 DEFAULT_MAX_INPUT_SIZE = 67108864
 
 _DEEPEST = 100
-_LENGTH = struct.Struct("<I")
 #: Codes of the modules `array` and `struct`; FP16, BF16 and BYTES have none.
 CODES: dict[DataType, str] = {
     DataType.BOOL: "?",
@@ -80,7 +79,7 @@ def tensor_data(
     if datatype is DataType.BYTES:
         if not kinds <= _ONLY_STR:
             raise Internal("Unable to parse JSON bytes array: attempt to access JSON non-string as string")
-        return _pack(data)
+        return pack_texts(data)
     if len(data) != count:
         # Triton reads one element after the other, so one of a wrong type comes first.
         tensor_data(name, datatype, min(len(data), count), data[:count], max_input_size)
@@ -120,24 +119,14 @@ def _flat(data: list[Any]) -> list[Any]:
     raise too_deep()
 
 
-def _pack(elements: list[str]) -> bytes:
-    pack = _LENGTH.pack
-    parts: list[bytes] = []
-    for start in range(0, len(elements), AT_ONCE):
-        if start:
-            sleep(0)
-        for element in elements[start : start + AT_ONCE]:
-            data = encode(element)
-            parts.append(pack(len(data)))
-            parts.append(data)
-    return b"".join(parts)
-
-
 def json_data(tensor: Tensor) -> Any:
     """The elements as `dump` takes them: a sequence, or for many numbers an array. FP32 is widened to double."""
     datatype = tensor.datatype
     if datatype is DataType.BYTES:
-        return _unpack(tensor.data)
+        texts = unpack_texts(tensor.data)
+        if texts is None:
+            raise Internal("malformed BYTES output: a string is longer than the data that is left")
+        return texts
     code = CODES.get(datatype)
     if code is None:
         raise InvalidArgument(
@@ -150,23 +139,3 @@ def json_data(tensor: Tensor) -> Any:
         return struct.unpack(f"={count}{code}", data)
     values = np.frombuffer(data, dtype=datatype.numpy)
     return values.astype(np.float64) if datatype is DataType.FP32 else values
-
-
-def _unpack(data: Buffer) -> list[str]:
-    raw = data if type(data) is bytes else bytes(data)
-    elements: list[str] = []
-    unpack = _LENGTH.unpack_from
-    at = 0
-    end = len(raw)
-    while at + 4 <= end:
-        if elements:
-            sleep(0)
-        for _ in range(AT_ONCE):
-            (length,) = unpack(raw, at)
-            at += 4 + length
-            elements.append(raw[at - length : at].decode("utf-8", "surrogateescape"))
-            if at + 4 > end:
-                break
-    if at != end:
-        raise Internal("malformed BYTES output: a string is longer than the data that is left")
-    return elements

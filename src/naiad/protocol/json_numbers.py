@@ -3,16 +3,18 @@
 simdjson keeps its memory for the next text: the kernel needs longer to make it anew than the parser to use it.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
 import simdjson
 
-from naiad.datatypes import BY_NAME, Buffer
+from naiad.datatypes import BY_NAME, Buffer, DataType
 from naiad.protocol.json_text import parse
 
 #: Texts from this many bytes on. Shorter ones are read as fast by orjson, and their arrays are used as lists.
-_LONG = 64 * 1024
+_LONG = 8 * 1024
 #: `naiad.datatypes` kind of number -> what simdjson calls it, and the dtype of what it returns.
 _KINDS: dict[str, tuple[Literal["d", "i", "u"], np.dtype[Any]]] = {
     "f": ("d", np.dtype(np.float64)),
@@ -24,24 +26,46 @@ _DEEPEST = 16
 #: Objects with more members are left to it too: simdjson goes through all that come before the one it is asked for.
 _MOST_MEMBERS = 16
 
+#: So many strings may be among numbers.
+_MOST_STRINGS = 1024
+
 _free: list[simdjson.Parser] = []
 
 
 def parse_request(text: Buffer) -> Any:
     """As `parse`, but in a long text the `data` of an input is a flat array of float64, int64 or uint64 (whatever holds
     its `datatype`), where it has numbers of this kind and nothing else. Raises what `parse` raises."""
+    document = parse_numbers(text)
+    return parse(text) if document is None else document
+
+
+def parse_numbers(text: Buffer) -> dict[str, Any] | None:
+    """What `parse_request` makes of a long text, or None where that is left to `parse`: the text is short, wrong, or of
+    another dialect; or its data are many strings."""
     # What begins otherwise may have a byte order mark, which simdjson passes over.
     if len(text) < _LONG or text[0] != 0x7B:
-        return parse(text)
+        return None
+    document: dict[str, Any] | None = _parsed(text, _document)
+    return document
+
+
+def parse_array(text: bytes, datatype: DataType) -> Any:
+    """The flat array that a JSON array of numbers is, as `parse_request` makes it of data of this type; None where it is
+    something else."""
+    kind = _KINDS.get(datatype.numpy.kind)
+    return None if kind is None or text[0] != 0x5B else _parsed(text, partial(_flat, kind=kind))
+
+
+def _parsed(text: Buffer, use: Callable[[Any], Any]) -> Any:
     try:
         parser = _free.pop()
     except IndexError:
         parser = simdjson.Parser()
     try:
-        return _document(parser.parse(text))
+        return use(parser.parse(text))
     except (ValueError, TypeError, RuntimeError):
         # Another dialect, or wrong: for both there are answers.
-        return parse(text)
+        return None
     finally:
         _free.append(parser)
 
@@ -83,9 +107,17 @@ def _input(item: Any) -> Any:
 def _data(data: Any, datatype_name: Any) -> Any:
     datatype = BY_NAME.get(datatype_name) if isinstance(datatype_name, str) else None
     kind = None if datatype is None else _KINDS.get(datatype.numpy.kind)
-    if kind is None or not isinstance(data, simdjson.Array):
+    if not isinstance(data, simdjson.Array):
         return _plain(data)
-    first: Any = data
+    if kind is not None:
+        return _flat(data, kind)
+    if datatype is DataType.BYTES and len(data) > _MOST_STRINGS:
+        raise ValueError("strings, which orjson reads as fast")
+    return data.as_list()
+
+
+def _flat(data: Any, kind: tuple[Literal["d", "i", "u"], np.dtype[Any]]) -> Any:
+    first = data
     for _ in range(_DEEPEST):
         first = first[0] if len(first) else None
         if not isinstance(first, simdjson.Array):

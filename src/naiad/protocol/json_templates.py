@@ -8,6 +8,7 @@ them is JSON by itself. All else, wrong data too, is left to whoever reads whole
 import json
 import struct
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import orjson
 
@@ -15,15 +16,17 @@ from naiad.datatypes import DataType
 from naiad.errors import NaiadError
 from naiad.messages import InferRequest, Tensor
 from naiad.protocol.json_arrays import CODES, tensor_data
+from naiad.protocol.json_numbers import parse_array
 from naiad.protocol.outputs import OutputPlan
 from naiad.protocol.templates import LARGEST, MOST
 
 #: In longer texts reading the arrays is all that counts.
-LONGEST = 16 * 1024
+LONGEST = 32 * 1024
 
 #: Who has changed what stands behind the data is not to wait for ever.
 _MOST_MISSES = 100
-
+#: The text of an array from which on numbers are read without a Python object for each.
+_MANY = 2048
 _DATA = b'"data"'
 _Key = tuple[bytes, str, int, int]
 
@@ -75,22 +78,24 @@ def recall(
     if known is None:
         return None
     inputs: list[Tensor] = []
+    last = known.arrays[-1]
     for item in known.arrays:
-        end = text.find(item.behind, start)
-        if end < 0:
+        end = len(text) - len(last.behind) if item is last else text.find(item.behind, start)
+        if end < start or not text.startswith(item.behind, end):
             return None
         data = _read(item, text[start:end], max_input_size)
         if data is None:
             return None
         inputs.append(Tensor(item.name, item.datatype, item.shape, data))
         start = end + len(item.behind)
-    if start != len(text):
-        return None
     known.misses = 0
     return known.request.of(tuple(inputs)), known.plan
 
 
 def _read(item: _Array, text: bytes, max_input_size: int) -> bytes | None:
+    values = parse_array(text, item.datatype) if len(text) >= _MANY and item.pack is not None else None
+    if values is not None:
+        return _data(item, values, max_input_size)
     try:
         values = orjson.loads(text)
     except orjson.JSONDecodeError:
@@ -103,6 +108,10 @@ def _read(item: _Array, text: bytes, max_input_size: int) -> bytes | None:
             return item.pack(*values)
         except (struct.error, OverflowError):
             pass  # too large, or no numbers
+    return _data(item, values, max_input_size)
+
+
+def _data(item: _Array, values: Any, max_input_size: int) -> bytes | None:
     try:
         return tensor_data(item.name, item.datatype, item.count, values, max_input_size)
     except NaiadError:

@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from naiad.datatypes import AT_ONCE, DataType, pack_bytes
+from naiad.datatypes import AT_ONCE, DataType
 from naiad.errors import InvalidArgument
 from naiad.messages import Tensor
+from naiad.packed import pack_bytes
 
 
 @dataclass(init=False)

@@ -3,10 +3,10 @@
 import struct
 from collections.abc import Mapping
 
-from naiad import datatypes
 from naiad.config.model_config import ModelConfig, SequenceControl
 from naiad.datatypes import DataType
 from naiad.messages import InferRequest, Tensor
+from naiad.packed import pack_bytes
 
 _PACKING: Mapping[DataType, struct.Struct] = {
     DataType.BOOL: struct.Struct("<?"),
@@ -77,10 +77,10 @@ def pack_correlation_id(key: int | str, datatype: DataType) -> bytes:
     """
     if datatype is DataType.BYTES:
         text = key if isinstance(key, str) else str(key) if key else ""
-        return datatypes.pack_bytes([text.encode(errors="surrogateescape")])
+        return pack_bytes([text.encode(errors="surrogateescape")])
     size = datatype.byte_size
     if isinstance(key, str):
-        return datatypes.pack_bytes([key.encode(errors="surrogateescape")])[:size].ljust(size, b"\0")
+        return pack_bytes([key.encode(errors="surrogateescape")])[:size].ljust(size, b"\0")
     return (key % (1 << 64)).to_bytes(8, "little")[:size]
 
 

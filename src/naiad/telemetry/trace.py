@@ -16,10 +16,11 @@ from typing import Any, BinaryIO, Protocol
 import msgspec
 import numpy as np
 
-from naiad.datatypes import DataType, unpack_bytes
+from naiad.datatypes import DataType
 from naiad.errors import Internal, InvalidArgument, Unsupported
 from naiad.messages import InferRequest, InferResponse, ResponseSink, Result, Tensor
 from naiad.options import Setting, bad_option
+from naiad.packed import unpack_bytes
 from naiad.telemetry.log import Log
 
 TIMESTAMPS, TENSORS = "TIMESTAMPS", "TENSORS"

@@ -11,6 +11,7 @@ from naiad.backends.api import InstanceContext
 from naiad.datatypes import DataType
 from naiad.instances.hosts import ModelSpec
 from naiad.messages import InferRequest, Tensor
+from naiad.packed import pack_bytes, unpack_bytes
 
 HERE = str(Path(__file__).parent)
 
@@ -18,16 +19,14 @@ HERE = str(Path(__file__).parent)
 def tensor(name, array, datatype=None):
     array = np.asarray(array)
     datatype = datatype or datatypes.from_numpy(array.dtype)
-    if datatype is DataType.BYTES:
-        data = datatypes.pack_bytes(array.ravel().tolist())
-    else:
-        data = np.ascontiguousarray(array).tobytes()
+    is_bytes = datatype is DataType.BYTES
+    data = pack_bytes(array.ravel().tolist()) if is_bytes else np.ascontiguousarray(array).tobytes()
     return Tensor(name, datatype, array.shape, data)
 
 
 def array(tensor):
     if tensor.datatype is DataType.BYTES:
-        return datatypes.unpack_bytes(tensor.data, tensor.shape)
+        return unpack_bytes(tensor.data, tensor.shape)
     return np.frombuffer(bytes(tensor.data), tensor.datatype.numpy).reshape(tensor.shape)
 
 

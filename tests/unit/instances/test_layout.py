@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from naiad.datatypes import DataType, pack_bytes, unpack_bytes
+from naiad.datatypes import DataType
 from naiad.errors import Internal
 from naiad.instances import arena, layout
 from naiad.instances.frames import Details, Output, Source
 from naiad.messages import UNREAD_FROM, InferRequest, SequenceControl, Tensor, Unread
+from naiad.packed import pack_bytes, unpack_bytes
 
 
 def requests_of(*input_lists):

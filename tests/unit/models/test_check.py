@@ -6,10 +6,11 @@ import pytest
 
 from naiad.config.model_config import ModelConfig
 from naiad.config.parse import parse_text
-from naiad.datatypes import LARGE, DataType, TakesLong, pack_bytes
+from naiad.datatypes import LARGE, DataType, TakesLong
 from naiad.errors import InvalidArgument
 from naiad.messages import InferRequest, Tensor, Unread
 from naiad.models.check import BrokenContents, RequestCheck
+from naiad.packed import pack_bytes
 
 NOTE = (
     "NOTE: Setting a non-zero max_batch_size in the model config requires a batch dimension to be prepended to each "

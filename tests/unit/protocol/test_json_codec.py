@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from naiad.config.model_config import ModelConfig
 from naiad.config.parse import parse_text
-from naiad.datatypes import DataType, pack_bytes
+from naiad.datatypes import DataType
 from naiad.errors import Internal, InvalidArgument, NaiadError, Unsupported
 from naiad.messages import NO_SEQUENCE, InferResponse, SequenceControl, Tensor
+from naiad.packed import pack_bytes
 from naiad.protocol.json_arrays import json_data
 from naiad.protocol.json_codec import decode_raw_request, decode_request, encode_response, header_length
 from naiad.protocol.json_text import dump, members_as_given, parse

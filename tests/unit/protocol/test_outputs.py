@@ -5,9 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from naiad.datatypes import DataType, unpack_bytes
+from naiad.datatypes import DataType
 from naiad.errors import InvalidArgument
 from naiad.messages import Tensor
+from naiad.packed import unpack_bytes
 from naiad.protocol.outputs import classify
 
 LABELS = ["cat", "dog", "fox"]

@@ -13,9 +13,10 @@ from tritonclient.grpc import model_config_pb2
 from tritonclient.grpc import service_pb2 as pb
 
 from naiad.config.model_config import ModelConfig
-from naiad.datatypes import LARGE, DataType, TakesLong, pack_bytes, unpack_bytes
+from naiad.datatypes import LARGE, DataType, TakesLong
 from naiad.errors import Internal, InvalidArgument, NaiadError, NotFound, Unsupported
 from naiad.messages import InferRequest, InferResponse, SequenceControl, Tensor
+from naiad.packed import pack_bytes, unpack_bytes
 from naiad.protocol import proto_codec
 from naiad.protocol.outputs import OutputSpec
 from naiad.protocol.proto_codec import (

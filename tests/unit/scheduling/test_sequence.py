@@ -12,6 +12,7 @@ from naiad.config.parse import parse_text
 from naiad.datatypes import DataType
 from naiad.errors import Cancelled, Internal, InvalidArgument, NaiadError, Unavailable
 from naiad.messages import InferRequest, InferResponse, SequenceControl, Tensor
+from naiad.packed import unpack_bytes
 from naiad.scheduling.controls import Controls, pack_correlation_id, zeros_like
 from naiad.scheduling.scheduler import Call
 from naiad.scheduling.sequence import SequenceScheduler, slots_for
@@ -89,7 +90,7 @@ def given(instance, index=0):
     return {
         tensor.name: struct.unpack(unpack[tensor.datatype], tensor.data)[0]
         if tensor.datatype in unpack
-        else datatypes.unpack_bytes(tensor.data, (1,))[0]
+        else unpack_bytes(tensor.data, (1,))[0]
         for tensor in instance.batch.requests[index].inputs
     }
 

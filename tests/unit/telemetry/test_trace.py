@@ -8,10 +8,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from naiad.datatypes import DataType, pack_bytes
+from naiad.datatypes import DataType
 from naiad.errors import Internal, InvalidArgument, NaiadError, Unsupported
 from naiad.messages import InferRequest, InferResponse, Result, Tensor
 from naiad.options import Setting
+from naiad.packed import pack_bytes
 from naiad.telemetry import trace
 from naiad.telemetry.trace import TraceSettings, Values, read_changes, tensor_document
 

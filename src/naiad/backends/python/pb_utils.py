@@ -30,6 +30,7 @@ from naiad.backends.python.sender import InferenceResponseSender
 from naiad.backends.python.tensor import Tensor
 from naiad.backends.python.texts import text
 from naiad.datatypes import DataType
+from naiad.packed import pack_bytes, unpack_elements
 
 __all__ = [
     "TRITONSERVER_MEMORY_CPU",
@@ -122,19 +123,18 @@ def serialize_byte_tensor(input_tensor: npt.NDArray[Any]) -> bytes | tuple[()] |
         return ()
     if input_tensor.dtype.kind not in "OS":
         return None
-    return datatypes.pack_bytes(
+    return pack_bytes(
         element if isinstance(element, bytes) else str(element) for element in input_tensor.ravel().tolist()
     )
 
 
 def deserialize_bytes_tensor(encoded_tensor: datatypes.Buffer) -> npt.NDArray[np.object_]:
     """The elements of a packed tensor, as a one-dimensional array of `bytes`."""
-    elements: list[bytes] = []
-    at = 0
-    while at < len(encoded_tensor):
-        (length,) = struct.unpack_from("<I", encoded_tensor, at)
-        elements += struct.unpack_from(f"<{length}s", encoded_tensor, at + 4)
-        at += 4 + length
+    elements, end = unpack_elements(encoded_tensor)
+    if end != len(encoded_tensor):
+        # What is wrong is an error of `struct`, as in Triton.
+        (length,) = struct.unpack_from("<I", encoded_tensor, end)
+        struct.unpack_from(f"<{length}s", encoded_tensor, end + 4)
     array = np.empty(len(elements), dtype=np.object_)
     array[:] = elements
     return array

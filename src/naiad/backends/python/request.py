@@ -22,6 +22,7 @@ from naiad.backends.python.tensor import Tensor, host_array
 from naiad.backends.python.texts import plain, text
 from naiad.datatypes import DataType
 from naiad.errors import NaiadError
+from naiad.packed import pack_bytes, unpack_bytes
 
 REQUEST_RELEASE_ALL = 1
 REQUEST_RELEASE_RESCHEDULE = 2
@@ -343,7 +344,7 @@ def _value(tensor: Tensor) -> calls.TensorValue:
     datatype = datatypes.from_numpy(array.dtype)
     assert datatype is not None
     if datatype is DataType.BYTES:
-        data = memoryview(datatypes.pack_bytes(array.ravel()))
+        data = memoryview(pack_bytes(array.ravel()))
     else:
         data = array.reshape(-1).view(np.uint8).data
     return calls.TensorValue(tensor.name(), datatype.number, array.shape, data)
@@ -352,7 +353,7 @@ def _value(tensor: Tensor) -> calls.TensorValue:
 def _tensor(value: calls.TensorValue) -> Tensor:
     datatype = datatypes.BY_NUMBER[value.datatype]
     if datatype is DataType.BYTES:
-        return Tensor(value.name, datatypes.unpack_bytes(value.data, value.shape))
+        return Tensor(value.name, unpack_bytes(value.data, value.shape))
     # A copy: model code may change it, and in the message it would not be aligned.
     return Tensor(value.name, np.frombuffer(value.data, datatype.numpy).reshape(value.shape).copy())
 

@@ -8,11 +8,12 @@ import numpy as np
 
 from naiad.config.model_config import ModelConfig
 from naiad.config.parse import parse_text
-from naiad.datatypes import DataType, from_numpy, pack_bytes, unpack_bytes
+from naiad.datatypes import DataType, from_numpy
 from naiad.errors import Internal, InvalidArgument, NaiadError
 from naiad.messages import InferRequest, InferResponse, ResponseSink, Result, Tensor
 from naiad.metadata import IndexEntry, ModelMetadata, TensorMetadata
 from naiad.models.check import RequestCheck
+from naiad.packed import pack_bytes, unpack_bytes
 from naiad.protocol.served import ServedModel
 from naiad.statistics import ModelStatistics
 from tests.unit.frontends.fake_engine import ModelsInMemory
