@@ -453,6 +453,15 @@ class ServerOptions:
         kind=int,
         check=_at_least(1, 256),
     )
+    json_processes: int = _server(
+        "--json-processes",
+        -1,
+        "How many processes may read and write JSON of more than 1 MB, so that it holds up no other client. They are "
+        "started when such texts come one after the other. 0: threads of the server do it; -1: as many as there are "
+        "cores, 4 at most, and none with several --frontends.",
+        kind=int,
+        check=_at_least(-1, 64),
+    )
     pinned_memory_pool_byte_size: int = _server(
         "--pinned-memory-pool-byte-size", 268435456, "", kind=int, unused=_NO_GPU_MEMORY
     )

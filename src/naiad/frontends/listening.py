@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol, Self
 
+from naiad.backends.cores import available_cores
 from naiad.frontends.grpc.options import GrpcOptions
 from naiad.frontends.grpc.server import GrpcFrontend
 from naiad.frontends.grpc.servicer import Method
@@ -26,6 +27,8 @@ _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 _KEPT_MEMORY = 64 << 20
 _LARGEST_KEPT = 32 << 20
+#: Unless more are asked for.
+_MOST_TEXT_PROCESSES = 4
 
 
 def settle() -> None:
@@ -115,10 +118,19 @@ async def listen(
             grace_s=options.exit_timeout_secs,
             tls=_http_tls(options),
             management=management,
+            text_processes=_text_processes(options),
         )
         await listening.enter(http)
         listening.http = http
         log.info(f"Started HTTPService at {options.http_address}:{http.bound_port}")
+
+
+def _text_processes(options: ServerOptions) -> int:
+    if options.json_processes >= 0:
+        return options.json_processes
+    # A front end with a process of its own holds up nobody's batches; and on one core nothing is won.
+    cores = available_cores()
+    return 0 if options.frontends > 1 or cores == 1 else min(cores, _MOST_TEXT_PROCESSES)
 
 
 def _http_tls(options: ServerOptions) -> ssl.SSLContext | None:

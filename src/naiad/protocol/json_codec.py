@@ -32,6 +32,9 @@ from naiad.protocol.templates import LARGEST, MOST, RequestTemplate
 
 RegionInput = Callable[[str, int, int], Buffer | Unread]
 RegionOutput = Callable[[Tensor], None]
+#: What `parse_request` does, and `dump`.
+Read = Callable[[Buffer], Any]
+Write = Callable[[Any], bytes]
 Headers = list[tuple[str, str]]
 
 _LARGEST_COUNT = 2**63 - 1
@@ -74,11 +77,12 @@ def decode_request(
     region: RegionInput | None = None,
     forwarded: Mapping[str, ParameterValue] | None = None,
     max_input_size: int = DEFAULT_MAX_INPUT_SIZE,
+    read: Read = parse_request,
 ) -> tuple[InferRequest, OutputPlan]:
     """The request in a body whose first `json_size` bytes are JSON and whose rest are binary tensors.
 
     Data of binary tensors are views of the body. `region` gets the bytes of a shared-memory region by name, offset and
-    size; `forwarded` are parameters made of HTTP headers. Raises Internal for JSON that is malformed or of a wrong
+    size; `forwarded` are parameters made of HTTP headers; `read` reads JSON that is not known. Raises Internal for JSON that is malformed or of a wrong
     type, as Triton does, else InvalidArgument.
     """
     if json_size > max_input_size:
@@ -100,7 +104,7 @@ def decode_request(
             again = known[0].fill(body, json_size)
             if again is not None:
                 return again, known[1]
-    document = parse_request(body if json_size == len(body) else memoryview(body)[:json_size])
+    document = read(body if json_size == len(body) else memoryview(body)[:json_size])
     if type(document) is not dict:
         document = {}
     request_id = ""
@@ -371,11 +375,13 @@ def encode_response(
     labels: Mapping[str, list[str]],
     batched: bool,
     regions: Mapping[str, RegionOutput],
+    write: Write = dump,
 ) -> tuple[Headers, bytes]:
     """(HTTP headers, body) of a response.
 
     `labels` are the model's, by output; `batched` says whether the first dimension is the batch; `regions` take the
-    outputs that go to shared memory, by output. The response's buffers are not needed afterwards.
+    outputs that go to shared memory, by output; `write` writes the JSON. The response's buffers are not needed
+    afterwards.
     """
     if plan.is_binary and not response.id and (not response.parameters or response.parameters is NO_SEQUENCE):
         return _encode_binary(response, plan)
@@ -422,7 +428,7 @@ def encode_response(
                     "data": json_data(tensor),
                 }
             )
-    head = dump(document)
+    head = write(document)
     if not tail:
         return JSON_HEADERS, head
     body = b"".join((head, *tail))

@@ -15,6 +15,7 @@ from naiad.frontends.http.routes import Route, Routes
 from naiad.frontends.http.service import Service
 from naiad.frontends.http.streaming import Streaming
 from naiad.frontends.http.surface import Engine
+from naiad.frontends.http.text_processes import TextProcesses
 from naiad.options import Restriction
 from naiad.protocol.json_arrays import DEFAULT_MAX_INPUT_SIZE
 from naiad.protocol.json_text import error_document
@@ -31,7 +32,8 @@ class HttpFrontend(Service):
     """Serves an engine over HTTP; entered = listening, left = requests finished or `grace_s` over.
 
     `port` 0 is any, `bound_port` the one taken. `thread_count` is accepted for Triton's sake: one loop serves all.
-    `management` answers what is not inference, where that is not the engine here.
+    `management` answers what is not inference, where that is not the engine here. `text_processes` is how many
+    processes may read and write large JSON.
     Raises Unavailable on entering where the address cannot be bound.
     """
 
@@ -52,10 +54,12 @@ class HttpFrontend(Service):
         grace_s: float = 30.0,
         tls: ssl.SSLContext | None = None,
         management: Management | None = None,
+        text_processes: int = 0,
     ) -> None:
         super().__init__("HTTP service", address, port, reuse_port=reuse_port, grace_s=grace_s, tls=tls)
         forwarding = HeaderForwarding(header_forward_pattern)
-        inference = Inference(engine, regions, forwarding, max_input_size, trace_settings)
+        self._texts = TextProcesses(text_processes)
+        inference = Inference(engine, regions, forwarding, max_input_size, trace_settings, self._texts)
         self._routes = Routes(
             inference,
             Streaming(inference),
@@ -63,6 +67,12 @@ class HttpFrontend(Service):
             management or Management(engine, regions, trace_settings, log_settings),
             restricted_apis,
         )
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        try:
+            await super().__aexit__(*exc_info)
+        finally:
+            await self._texts.close()
 
     def accept(self, exchange: Exchange) -> None:
         """Refuses what has no route, no key, or the wrong method, before its body is read."""

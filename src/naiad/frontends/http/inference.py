@@ -17,9 +17,9 @@ from naiad.frontends.http.compression import ENCODINGS, choose, compress, decomp
 from naiad.frontends.http.connection import Exchange, Headers
 from naiad.frontends.http.head import RequestHeaders
 from naiad.frontends.http.replies import JSON, PLAIN, reply_error
+from naiad.frontends.http.text_processes import HERE, TextProcesses, Texts
 from naiad.messages import InferRequest, InferResponse, ParameterValue, ResponseSink, Result
 from naiad.options import forward_pattern
-from naiad.protocol import json_numbers
 from naiad.protocol.json_arrays import DEFAULT_MAX_INPUT_SIZE
 from naiad.protocol.json_codec import (
     RegionOutput,
@@ -37,8 +37,6 @@ logger = logging.getLogger(__name__)
 
 #: A request, how to answer it, and its way to the regions where there are any.
 Decoded = tuple[InferRequest, OutputPlan, RegionUse | None]
-#: How long after a large text what reading it took is kept for the next one.
-_KEPT_S = 5.0
 _DECOUPLED = "HTTP end point doesn't support models with decoupled transaction policy"
 UNKNOWN_ENCODING: Headers = [*PLAIN, ("accept-encoding", "gzip, deflate")]
 
@@ -96,7 +94,7 @@ class _Facts:
 class _Reply:
     """Where the response goes: encoded and sent before `send` returns, since its buffers are used again afterwards."""
 
-    __slots__ = ("_batched", "_encoding", "_exchange", "_labels", "_plan", "_regions", "_tasks")
+    __slots__ = ("_batched", "_encoding", "_exchange", "_labels", "_later", "_plan", "_regions")
 
     def __init__(
         self,
@@ -105,7 +103,7 @@ class _Reply:
         model: ServedModel,
         regions: Mapping[str, RegionOutput],
         encoding: str | None,
-        tasks: "set[asyncio.Task[None]]",
+        later: "_Later",
     ) -> None:
         self._exchange = exchange
         self._plan = plan
@@ -113,17 +111,15 @@ class _Reply:
         self._batched = model.batching
         self._regions = regions
         self._encoding = encoding
-        self._tasks = tasks
+        self._later = later
 
     def send(self, result: Result | None, final: bool) -> None:
         try:
             if isinstance(result, InferResponse):
                 if self._is_large(result):
-                    task = asyncio.get_running_loop().create_task(self._send_large(result.owned()))
-                    self._tasks.add(task)
-                    task.add_done_callback(self._tasks.discard)
+                    self._later.begin(self._send_large(result.owned()))
                 else:
-                    self._exchange.response_bytes(200, *self._encode(result))
+                    self._exchange.response_bytes(200, *self._encode(result, HERE))
             elif result is not None:
                 reply_error(self._exchange, result, JSON if result.refused else PLAIN)
         except NaiadError as error:
@@ -132,7 +128,7 @@ class _Reply:
     async def _send_large(self, response: InferResponse) -> None:
         """Encodes in a thread what takes long to encode."""
         try:
-            headers, body = await asyncio.to_thread(self._encode, response)
+            headers, body = await self._later.texts.run(lambda texts: self._encode(response, texts))
         except NaiadError as error:
             reply_error(self._exchange, error, PLAIN)
         except Exception as error:
@@ -141,8 +137,8 @@ class _Reply:
         else:
             self._exchange.response_bytes(200, headers, body)
 
-    def _encode(self, response: InferResponse) -> tuple[Headers, bytes]:
-        headers, body = encode_response(response, self._plan, self._labels, self._batched, self._regions)
+    def _encode(self, response: InferResponse, texts: Texts) -> tuple[Headers, bytes]:
+        headers, body = encode_response(response, self._plan, self._labels, self._batched, self._regions, texts.write)
         if self._encoding is not None:
             headers = [*headers, ("content-encoding", self._encoding)]
             body = compress(self._encoding, body)
@@ -161,6 +157,19 @@ class _Reply:
         return size >= LARGE
 
 
+class _Later:
+    """What answers that take long need: the `texts` processes, and somebody who remembers them."""
+
+    def __init__(self, texts: TextProcesses) -> None:
+        self.texts = texts
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def begin(self, answer: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(answer)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
 class Inference:
     """The handler of inference requests."""
 
@@ -171,6 +180,7 @@ class Inference:
         forwarding: HeaderForwarding,
         max_input_size: int = DEFAULT_MAX_INPUT_SIZE,
         traces: TraceSettings | None = None,
+        texts: TextProcesses | None = None,
     ) -> None:
         self.engine = engine
         # Each request would look them up and bind them.
@@ -180,8 +190,7 @@ class Inference:
         self._forwarding = forwarding
         self._max_input_size = max_input_size
         self.traces = off() if traces is None else traces
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._release: asyncio.TimerHandle | None = None
+        self._later = _Later(texts or TextProcesses(0))
 
     def infer(self, exchange: Exchange, name: str, version: int) -> Coroutine[Any, Any, None] | None:
         """Submits the request; the reply is sent when the model has answered. What takes long to read is read in a
@@ -207,7 +216,7 @@ class Inference:
             return self._infer_slowly(exchange, model, version)
         try:
             start_ns = time.monotonic_ns() if self.traces.active else 0
-            request, plan, use = self._decode(exchange, model, version, body, json_size)
+            request, plan, use = self._decode(exchange, model, version, body, json_size, HERE)
             self._submit(exchange, model, request, plan, use, start_ns)
         except NaiadError as error:
             reply_error(exchange, error, JSON)
@@ -231,18 +240,14 @@ class Inference:
         """The request of an exchange whose content-encoding is known, for handlers that answer in their own way."""
         body, json_size = await self._text(exchange)
         if json_size < LARGE:
-            return self._decode(exchange, model, version, body, json_size)
+            return self._decode(exchange, model, version, body, json_size, HERE)
         return await self._decode_slowly(exchange, model, version, body, json_size)
 
     async def _decode_slowly(
         self, exchange: Exchange, model: ServedModel, version: int, body: bytes | memoryview, json_size: int
     ) -> Decoded:
         # Regions are only looked up and read in the thread, which no change on the loop can tear.
-        decoded = await asyncio.to_thread(self._decode, exchange, model, version, body, json_size)
-        if self._release is not None:
-            self._release.cancel()
-        self._release = asyncio.get_running_loop().call_later(_KEPT_S, json_numbers.release)
-        return decoded
+        return await self._later.texts.run(lambda texts: self._decode(exchange, model, version, body, json_size, texts))
 
     async def _text(self, exchange: Exchange) -> tuple[bytes | memoryview, int]:
         """(the body, decompressed; how much of it is JSON)"""
@@ -260,18 +265,25 @@ class Inference:
         return facts
 
     def _decode(
-        self, exchange: Exchange, model: ServedModel, version: int, body: bytes | memoryview, json_size: int
+        self,
+        exchange: Exchange,
+        model: ServedModel,
+        version: int,
+        body: bytes | memoryview,
+        json_size: int,
+        texts: Texts,
     ) -> Decoded:
+        read = texts.read
         forwarded = self._facts(exchange).forwarded
         limit = self._max_input_size
         use = None
         if json_size == 0:
             request, plan = decode_raw_request(body, model.config, version, forwarded, limit)
         elif not self._regions:
-            request, plan = decode_request(body, json_size, model.name, version, _no_region, forwarded, limit)
+            request, plan = decode_request(body, json_size, model.name, version, _no_region, forwarded, limit, read)
         else:
             use = RegionUse(self._regions, is_local_peer(exchange.client))
-            request, plan = decode_request(body, json_size, model.name, version, use.input, forwarded, limit)
+            request, plan = decode_request(body, json_size, model.name, version, use.input, forwarded, limit, read)
         return request, plan, use
 
     def _submit(
@@ -286,7 +298,7 @@ class Inference:
         regions = output_regions(plan, use) if plan.has_regions else _NO_REGIONS
         if start_ns:
             request = self.traces.follow(request, "HTTP", start_ns, exchange.headers.get)
-        reply = _Reply(exchange, plan, model, regions, self._facts(exchange).accepted, self._tasks)
+        reply = _Reply(exchange, plan, model, regions, self._facts(exchange).accepted, self._later)
         infer = self._engine_infer
         call = infer(request, reply, model) if use is None else use.during(infer, request, reply, model)
         if not exchange.is_answered:

@@ -1,0 +1,251 @@
+"""Long JSON texts are read and written in processes of their own: neither releases the GIL, so that all other clients
+would wait for tens of ms, and one core would do it all.
+
+A process is started when texts come one after the other, and ended when none has come for a while; until it is there,
+and where it fails, a thread of this process does the same. On the event loop; the work in threads.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+import numpy as np
+
+from naiad.datatypes import Buffer
+from naiad.frontends.http.text_program import (
+    Answer,
+    Job,
+    Read,
+    WasRead,
+    Write,
+    Written,
+    put,
+    take_apart,
+)
+from naiad.instances.channel import BlockingChannel, BrokenFrame
+from naiad.protocol import json_numbers
+from naiad.protocol.json_text import dump, parse
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+#: A process, and the memory that reading takes here, are kept so long after a text; one is started for texts that come
+#: sooner one after the other.
+_KEPT_S = 10.0
+#: A process that has failed so often is not started again.
+_MOST_FAILURES = 3
+#: Longer texts are not copied to it.
+_LONGEST = 1 << 30
+
+
+class Texts(Protocol):
+    """Reads and writes JSON, as `json_numbers.parse_request` and `json_text.dump` do."""
+
+    def read(self, text: Buffer) -> Any: ...
+
+    def write(self, document: Any) -> bytes: ...
+
+
+class _Here:
+    read = staticmethod(json_numbers.parse_request)
+    write = staticmethod(dump)
+
+
+HERE = _Here()
+
+
+class _Failed(Exception):
+    """The process has ended, or there is no memory for it."""
+
+
+class TextProcess:
+    """One process, for one thread at a time. What it cannot do is done here. Starting it raises OSError."""
+
+    def __init__(self) -> None:
+        self.has_failed = False
+        self._lock = threading.Lock()
+        mine, theirs = socket.socketpair()
+        self._memory = os.memfd_create("naiad-texts", os.MFD_CLOEXEC)
+        self._channel: BlockingChannel[Answer] = BlockingChannel(mine, msgspec.msgpack.Decoder(Answer))
+        fds = (theirs.fileno(), self._memory)
+        command = [sys.executable, "-P", "-m", "naiad.frontends.http.text_program", *map(str, fds)]
+        # Its libraries need no threads.
+        environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
+        try:
+            with theirs:
+                self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=fds, env=environment)
+        except OSError:
+            self._close()
+            raise
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def read(self, text: Buffer) -> Any:
+        if len(text) <= _LONGEST:
+            with self._lock, contextlib.suppress(_Failed):
+                answer = self._ask(Read(len(text)), [(text, 0)])
+                if isinstance(answer, WasRead):
+                    document = parse(answer.document)
+                    for place in answer.arrays:
+                        data = self._fetch(place.byte_size, place.offset)
+                        document["inputs"][place.index]["data"] = np.frombuffer(data, np.dtype(place.dtype))
+                    return document
+        return HERE.read(text)
+
+    def write(self, document: Any) -> bytes:
+        outputs, places, data = take_apart(document["outputs"])
+        if places and places[-1].offset <= _LONGEST:
+            with self._lock, contextlib.suppress(_Failed):
+                job = Write(dump({**document, "outputs": outputs}), places)
+                answer = self._ask(job, [(array, place.offset) for array, place in zip(data, places, strict=True)])
+                if isinstance(answer, Written):
+                    return self._fetch(answer.size)
+        return HERE.write(document)
+
+    def _ask(self, job: Job, data: list[tuple[Buffer, int]]) -> Answer:
+        if self.has_failed:
+            raise _Failed
+        try:
+            for array, offset in data:
+                put(self._memory, array, offset)
+        except OSError:
+            raise _Failed from None
+        try:
+            self._channel.send(job)
+            received = self._channel.receive()
+        except (OSError, BrokenFrame):
+            received = None
+        if received is None:
+            self.has_failed = True
+            raise _Failed
+        return received[0]
+
+    def _fetch(self, byte_size: int, offset: int = 0) -> bytes:
+        data = os.pread(self._memory, byte_size, offset)
+        while len(data) < byte_size:
+            more = os.pread(self._memory, byte_size - len(data), offset + len(data))
+            assert more, "this is a bug: a text process announced more than it wrote"
+            data += more
+        return data
+
+    def end(self) -> None:
+        """Returns when it is no more."""
+        # It has nothing to lose, and who may be waiting for it learns so that it has ended.
+        self._process.kill()
+        self._process.wait()
+        with self._lock:
+            self.has_failed = True
+            self._close()
+
+    def _close(self) -> None:
+        self._channel.close()
+        os.close(self._memory)
+
+
+class TextProcesses:
+    """Up to `most` processes; with none, a thread of this process does it all."""
+
+    def __init__(self, most: int, kept_s: float = _KEPT_S) -> None:
+        self._kept_s = kept_s
+        self._places = [_Place() for _ in range(most)]
+        #: The last one that was used comes first.
+        self._free: asyncio.LifoQueue[_Place] = asyncio.LifoQueue()
+        for place in self._places:
+            self._free.put_nowait(place)
+        self._last = -kept_s
+        self._release: asyncio.TimerHandle | None = None
+
+    def __repr__(self) -> str:
+        return f"<TextProcesses {self.pids} of {len(self._places)}>"
+
+    @property
+    def pids(self) -> list[int]:
+        """Of those that there are."""
+        return [place.process.pid for place in self._places if place.process is not None]
+
+    async def run(self, work: Callable[[Texts], T]) -> T:
+        """What `work` returns, called in a thread; it waits where all places are taken."""
+        loop = asyncio.get_running_loop()
+        place = await self._free.get() if self._places else None
+        try:
+            is_frequent = loop.time() - self._last < self._kept_s
+            self._last = loop.time()
+            if place is None:
+                return await asyncio.to_thread(work, HERE)
+            return await asyncio.to_thread(work, place.texts(is_frequent))
+        finally:
+            if place is not None:
+                self._free.put_nowait(place)
+            if self._release is not None:
+                self._release.cancel()
+            self._release = loop.call_later(self._kept_s, self._give_back)
+
+    def _give_back(self) -> None:
+        self._release = None
+        json_numbers.release()
+        for place in self._places:
+            place.give_back()
+
+    async def close(self) -> None:
+        if self._release is not None:
+            self._release.cancel()
+        self._give_back()
+        await asyncio.gather(*[place.ended() for place in self._places])
+
+
+class _Place:
+    """Where a process can be."""
+
+    def __init__(self) -> None:
+        self.process: TextProcess | None = None
+        #: That of the next process, or the end of the last one.
+        self._change: asyncio.Future[None] | None = None
+        self._failures = 0
+
+    def texts(self, start: bool) -> Texts:
+        """What is there to read and write; a process is started if there is none and there shall be one."""
+        process = self.process
+        if process is not None and process.has_failed:
+            self._failures += 1
+            if self._failures == _MOST_FAILURES:
+                logger.warning("processes for large JSON keep dying: from now on it is read and written in the server")
+            self.give_back()
+        if self.process is None and self._change is None and start and self._failures < _MOST_FAILURES:
+            self._change = asyncio.ensure_future(self._start())
+        return self.process or HERE
+
+    async def _start(self) -> None:
+        try:
+            self.process = await asyncio.to_thread(TextProcess)
+        except OSError as error:
+            self._failures = _MOST_FAILURES
+            logger.warning(
+                "cannot start a process for large JSON, which the server reads and writes itself now: %s", error
+            )
+        finally:
+            self._change = None
+
+    def give_back(self) -> None:
+        process, self.process = self.process, None
+        if process is not None:
+            self._change = asyncio.ensure_future(self._end(process))
+
+    async def _end(self, process: TextProcess) -> None:
+        await asyncio.to_thread(process.end)
+        self._change = None
+
+    async def ended(self) -> None:
+        while self._change is not None:
+            await self._change
+            self.give_back()
