@@ -238,6 +238,7 @@ class _Instance:
     name = "identity_0"
     failure: str | None = None
     losses = 0
+    shares_host = False
     on_change: Any = None
 
     def __init__(self) -> None:
@@ -360,6 +361,7 @@ class _FarHost:
     def __init__(self) -> None:
         host = SimpleNamespace(
             limits=Limits(arena=ARENA_SIZE),
+            is_exclusive=True,
             enter=lambda tenant: 1,
             changed=lambda: None,
             kill=_fail,

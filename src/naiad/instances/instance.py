@@ -56,6 +56,9 @@ class Instance(Protocol):
     when its process dies. Thread and process are classes with this face."""
 
     name: str
+    #: Others of its model are threads of the same host. Of these the one that executed last may be awake, so it is the
+    #: one to take the next batch; processes take turns.
+    shares_host: bool
     #: Called, on the loop, whenever `is_available` may have turned true or the instance was given up for good.
     on_change: Callable[[], None]
 

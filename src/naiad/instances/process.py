@@ -100,7 +100,7 @@ class Host:
         self.restarts = 0
         self.state = "stopped"
         self.tenants: dict[int, Tenant] = {}
-        self._exclusive = exclusive
+        self.is_exclusive = exclusive
         self._policy = policy
         self._on_log = on_log
         self._on_call = on_call
@@ -160,7 +160,7 @@ class Host:
         self.state = "starting"
         window_ns = self.awake.take_place()
         try:
-            child = await self.environment.fork(self.name, self._exclusive, window_ns)
+            child = await self.environment.fork(self.name, self.is_exclusive, window_ns)
         except NaiadError:
             self.awake.leave_place(window_ns)
             self.state = "stopped"

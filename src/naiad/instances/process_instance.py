@@ -49,6 +49,7 @@ class ProcessInstance:
         self.on_change: Callable[[], None] = _do_nothing
         self.failure: str | None = None
         self.losses = 0
+        self.shares_host = not tenant.host.is_exclusive
         self.context = context
         self._tenant = tenant
         self._loop = asyncio.get_running_loop()

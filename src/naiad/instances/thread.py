@@ -75,6 +75,8 @@ class ThreadInstance:
         self.failure: str | None = None
         #: A thread goes with the server only.
         self.losses = 0
+        # Of the server's threads none waits awake.
+        self.shares_host = False
         self.idle = asyncio.Event()
         self.idle.set()
         self._context = context

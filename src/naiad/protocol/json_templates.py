@@ -34,14 +34,15 @@ _Key = tuple[bytes, str, int, int]
 class _Array:
     """The data of an input, and the text behind them up to the next array or the end."""
 
-    __slots__ = ("behind", "count", "datatype", "name", "pack", "shape")
+    __slots__ = ("behind", "count", "datatype", "is_last", "name", "pack", "shape")
 
-    def __init__(self, tensor: Tensor, count: int, behind: bytes) -> None:
+    def __init__(self, tensor: Tensor, count: int, behind: bytes, is_last: bool) -> None:
         self.name = tensor.name
         self.datatype = tensor.datatype
         self.shape = tensor.shape
         self.count = count
         self.behind = behind
+        self.is_last = is_last
         #: Makes bytes of `count` numbers, or raises; it would take booleans too, also as what they are not.
         self.pack: Callable[..., bytes] | None = None
         code = CODES.get(tensor.datatype)
@@ -78,11 +79,15 @@ def recall(
     if known is None:
         return None
     inputs: list[Tensor] = []
-    last = known.arrays[-1]
     for item in known.arrays:
-        end = len(text) - len(last.behind) if item is last else text.find(item.behind, start)
-        if end < start or not text.startswith(item.behind, end):
-            return None
+        if item.is_last:
+            if not text.endswith(item.behind):
+                return None
+            end = len(text) - len(item.behind)
+        else:
+            end = text.find(item.behind, start)
+            if end < 0:
+                return None
         data = _read(item, text[start:end], max_input_size)
         if data is None:
             return None
@@ -155,7 +160,8 @@ def _template(
             _, end = _values.raw_decode(characters, at)
         except (ValueError, RecursionError):
             return None
-        at = len(text) if position == len(counts) else text.find(b"[", text.find(_DATA, end))
-        arrays.append(_Array(tensor, count, text[end:at]))
+        is_last = position == len(counts)
+        at = len(text) if is_last else text.find(b"[", text.find(_DATA, end))
+        arrays.append(_Array(tensor, count, text[end:at], is_last))
         size += at - end
     return _Template(request.of(()), plan, arrays) if size <= LARGEST else None

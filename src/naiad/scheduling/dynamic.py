@@ -100,8 +100,7 @@ class DynamicScheduler(TurnScheduler):
         super().__init__(model_name, instances, statistics, report)
         self._queue = queue
         self._instances = deque(instances)
-        #: The instance that has executed last, and well: what it needs is in the caches of its core, and it may still be
-        #: awake.
+        #: The instance that has executed last, and well, where it shares its host.
         self._last: Instance | None = None
         self._order = _Order(self._deliver) if preserve_ordering else None
         #: Nothing runs before so many calls wait; 0 from then on.
@@ -159,7 +158,8 @@ class DynamicScheduler(TurnScheduler):
         return calls  # type: ignore[return-value]
 
     def completed(self, execution: Execution, times: ComputeTimes | None, succeeded: bool) -> None:
-        self._last = execution.instance if succeeded and times is not None else None
+        instance = execution.instance
+        self._last = instance if instance.shares_host and succeeded and times is not None else None
         times = self._executed(execution.calls, execution.total_rows, times, succeeded)
         if times.end_ns - times.start_ns >= WORTH_WAITING_NS:
             calls = execution.calls
@@ -174,7 +174,7 @@ class DynamicScheduler(TurnScheduler):
         self._refuse_all(self._queue.drain(), error)  # type: ignore[arg-type]
 
     def _available(self) -> Instance | None:
-        """The instance that has executed last if it is idle, else the one that has been idle longest."""
+        """`_last` if it is idle, else the one that has been idle longest."""
         last = self._last
         if last is not None and last.is_available:
             return last

@@ -476,6 +476,16 @@ async def test_model_code_logs_and_calls(make_lab):
     assert calls[0] == ("m", 1, "echo", {"a": [1, 2.5, None]})
 
 
+@pytest.mark.parametrize(
+    ("isolation", "backend", "shared"),
+    [("model", "Identity", True), ("model", "Processes", False), ("none", "Identity", False)],
+)
+async def test_instances_know_whether_they_share_a_host(make_lab, isolation, backend, shared):
+    async with make_lab(isolation=isolation) as lab:
+        model = await lab.load(backend, config("BYTES"), instances=2)
+        assert [instance.shares_host for instance in model.instances] == [shared] * 2
+
+
 async def test_server_and_host_wait_awake_for_what_came_soon(make_lab, monkeypatch):
     asked = []
     monkeypatch.setattr(AwakeLoop, "stay_awake", lambda self, now: asked.append(self.window_ns))

@@ -249,13 +249,25 @@ async def test_where_another_instance_is_idle_no_batch_waits_for_clients() -> No
     assert await clients.send(3) == [3, 3]
     assert await clients.send(1) == [3, 3]
     assert await clients.answer(one) == [0, 3]
-    assert await clients.answer(other) == [0, 1]
-    other.answer()
+    assert await clients.answer(other) == [1, 0]
+    one.answer()
     await asyncio.wait_for(clients.scheduler.close(), 10)
 
 
-async def test_the_instance_that_executed_last_is_the_first_to_be_used() -> None:
+async def test_processes_take_turns() -> None:
     one, other = FakeInstance("one"), FakeInstance("other")
+    clients = Clients(one, other, end_ns=0)
+    for _ in range(2):
+        assert await clients.send(1) == [1, 0]
+        assert await clients.answer(one) == [0, 0]
+        assert await clients.send(1) == [0, 1]
+        assert await clients.answer(other) == [0, 0]
+    await asyncio.wait_for(clients.scheduler.close(), 10)
+
+
+async def test_of_threads_of_a_host_the_one_that_executed_last_is_the_first_to_be_used() -> None:
+    one, other = FakeInstance("one"), FakeInstance("other")
+    one.shares_host = other.shares_host = True
     clients = Clients(one, other, end_ns=0)
     for _ in range(3):
         assert await clients.send(1) == [1, 0]
