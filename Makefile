@@ -15,7 +15,8 @@ FRAMEWORK_TESTS := tests/backends tests/unit/backends tests/unit/convert tests/c
 COMPILED := $(VENV)-compiled
 COMPILED_INSTALLED := $(COMPILED)/.installed
 COMPILED_TESTS := tests/conformance tests/api/test_edge.py tests/api/test_isolation.py tests/api/test_sequences.py \
-	tests/unit/backends/python tests/unit/frontends/grpc/test_grpc_head.py tests/unit/test_packed.py tests/unit/protocol
+	tests/unit/backends/python tests/unit/frontends/grpc/test_grpc_head.py tests/unit/test_packed.py \
+	tests/unit/protocol/test_json_codec.py tests/unit/protocol/test_json_numbers.py
 # The demo alone needs less, and takes the whole environment if that is there.
 DEMO_INSTALLED := $(if $(wildcard $(INSTALLED)),$(INSTALLED),$(VENV)/.installed-demo)
 

@@ -20,6 +20,8 @@ _LENGTH = struct.Struct("<I")
 _LENGTHS = [_LENGTH.pack(length) for length in range(256)]
 _LENGTH_TEXTS = [packed.decode() for packed in _LENGTHS[:128]]
 _ONLY_BYTES = frozenset((bytes,))
+#: So much of a tensor is looked at at once.
+_WINDOW = 64 * 1024
 
 
 def pack_bytes(elements: Iterable[Any]) -> bytes:
@@ -118,13 +120,18 @@ def unpack_texts(data: Buffer) -> list[str] | None:
 
 def count_elements(data: Buffer) -> int:
     """How many there are; -1 where `data` ends within one. For a thread: others run meanwhile."""
-    raw = bytes(data)
     count: i64 = 0
-    at: i64 = 0
-    end: i64 = len(raw)
-    while at + 4 <= end:
-        at += 4 + (raw[at] | raw[at + 1] << 8 | raw[at + 2] << 16 | raw[at + 3] << 24)
-        count += 1
-        if count % AT_ONCE == 0:
+    start: i64 = 0
+    size: i64 = len(data)
+    while start + 4 <= size:
+        # Large elements are passed over, not copied.
+        raw = bytes(data[start : start + _WINDOW])
+        at: i64 = 0
+        end: i64 = len(raw)
+        while at + 4 <= end:
+            at += 4 + (raw[at] | raw[at + 1] << 8 | raw[at + 2] << 16 | raw[at + 3] << 24)
+            count += 1
+        start += at
+        if size > _WINDOW:
             sleep(0)
-    return count if at == end else -1
+    return count if start == size else -1

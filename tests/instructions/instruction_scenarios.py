@@ -238,7 +238,7 @@ class _Instance:
     name = "identity_0"
     failure: str | None = None
     losses = 0
-    shares_host = False
+    place = ""
     on_change: Any = None
 
     def __init__(self) -> None:

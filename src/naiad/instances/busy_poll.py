@@ -95,17 +95,18 @@ class BusyPoll:
         me = get_ident()
         executing, waiting = self.executing, self._waiting
         waiting.add(me)
-        if awaited.is_soon and (me in executing or not executing):
-            self._awake = me
-            end = now + self.window_ns
-            while now < end and self.allows(now) and self._awake == me and waiting.issuperset(executing):
-                if poll(0):
-                    waiting.discard(me)
-                    awaited.came(now, self.window_ns)
-                    return
-                now = self.give_way(now)
-        poll()
-        waiting.discard(me)
+        try:
+            if awaited.is_soon and (me in executing or not executing):
+                self._awake = me
+                end = now + self.window_ns
+                while now < end and self.allows(now) and self._awake == me and waiting.issuperset(executing):
+                    if poll(0):
+                        awaited.came(now, self.window_ns)
+                        return
+                    now = self.give_way(now)
+            poll()
+        finally:
+            waiting.discard(me)
         awaited.came(self._clock(), self.window_ns)
 
 

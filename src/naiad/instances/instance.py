@@ -1,6 +1,6 @@
 """What a scheduler sees of an instance, and an instance of a batch. Lives on the event loop."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -56,9 +56,9 @@ class Instance(Protocol):
     when its process dies. Thread and process are classes with this face."""
 
     name: str
-    #: Others of its model are threads of the same host. Of these the one that executed last may be awake, so it is the
-    #: one to take the next batch; processes take turns.
-    shares_host: bool
+    #: What it runs on: equal for threads of one host with the same device. Of these the one that executed last may still be
+    #: awake, so it is the one to take the next batch; others take turns.
+    place: Hashable
     #: Called, on the loop, whenever `is_available` may have turned true or the instance was given up for good.
     on_change: Callable[[], None]
 

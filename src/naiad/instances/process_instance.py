@@ -3,7 +3,7 @@
 import asyncio
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from time import monotonic_ns
 from typing import TYPE_CHECKING
 
@@ -49,7 +49,8 @@ class ProcessInstance:
         self.on_change: Callable[[], None] = _do_nothing
         self.failure: str | None = None
         self.losses = 0
-        self.shares_host = not tenant.host.is_exclusive
+        host = tenant.host
+        self.place: Hashable = self if host.is_exclusive else (host, context.kind, context.device_id)
         self.context = context
         self._tenant = tenant
         self._loop = asyncio.get_running_loop()

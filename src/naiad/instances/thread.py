@@ -9,7 +9,7 @@ import concurrent.futures
 import contextlib
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -76,7 +76,7 @@ class ThreadInstance:
         #: A thread goes with the server only.
         self.losses = 0
         # Of the server's threads none waits awake.
-        self.shares_host = False
+        self.place: Hashable = self
         self.idle = asyncio.Event()
         self.idle.set()
         self._context = context

@@ -25,9 +25,8 @@ _KINDS: dict[str, tuple[Literal["d", "i", "u"], np.dtype[Any]]] = {
 _DEEPEST = 16
 #: Objects with more members are left to it too: simdjson goes through all that come before the one it is asked for.
 _MOST_MEMBERS = 16
-
-#: So many strings may be among numbers.
-_MOST_STRINGS = 1024
+#: So many strings or booleans may be beside the numbers: orjson reads them as fast.
+_MOST_OTHERS = 1024
 
 _free: list[simdjson.Parser] = []
 
@@ -41,7 +40,7 @@ def parse_request(text: Buffer) -> Any:
 
 def parse_numbers(text: Buffer) -> dict[str, Any] | None:
     """What `parse_request` makes of a long text, or None where that is left to `parse`: the text is short, wrong, or of
-    another dialect; or its data are many strings."""
+    another dialect; or most of its data are no numbers."""
     # What begins otherwise may have a byte order mark, which simdjson passes over.
     if len(text) < _LONG or text[0] != 0x7B:
         return None
@@ -111,8 +110,8 @@ def _data(data: Any, datatype_name: Any) -> Any:
         return _plain(data)
     if kind is not None:
         return _flat(data, kind)
-    if datatype is DataType.BYTES and len(data) > _MOST_STRINGS:
-        raise ValueError("strings, which orjson reads as fast")
+    if len(data) > _MOST_OTHERS:
+        raise ValueError("no numbers")
     return data.as_list()
 
 

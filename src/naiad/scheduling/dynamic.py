@@ -100,8 +100,10 @@ class DynamicScheduler(TurnScheduler):
         super().__init__(model_name, instances, statistics, report)
         self._queue = queue
         self._instances = deque(instances)
-        #: The instance that has executed last, and well, where it shares its host.
+        #: They differ in what they run on; and if not, the one that has executed last, and well.
+        self._take_turns = False
         self._last: Instance | None = None
+        self._look_at_places()
         self._order = _Order(self._deliver) if preserve_ordering else None
         #: Nothing runs before so many calls wait; 0 from then on.
         self._hold = delay_from("TRITONSERVER_DELAY_SCHEDULER")
@@ -109,12 +111,12 @@ class DynamicScheduler(TurnScheduler):
     def add(self, instance: Instance) -> None:
         instance.on_change = self._ask
         self._instances.append(instance)
+        self._look_at_places()
         self._ask()
 
     def retire(self, instance: Instance) -> asyncio.Event:
         self._instances.remove(instance)
-        if self._last is instance:
-            self._last = None
+        self._look_at_places()
         gone = asyncio.Event()
         gone.set()
         return gone
@@ -158,8 +160,9 @@ class DynamicScheduler(TurnScheduler):
         return calls  # type: ignore[return-value]
 
     def completed(self, execution: Execution, times: ComputeTimes | None, succeeded: bool) -> None:
-        instance = execution.instance
-        self._last = instance if instance.shares_host and succeeded and times is not None else None
+        if not self._take_turns:
+            instance = execution.instance
+            self._last = instance if succeeded and times is not None and instance in self._instances else None
         times = self._executed(execution.calls, execution.total_rows, times, succeeded)
         if times.end_ns - times.start_ns >= WORTH_WAITING_NS:
             calls = execution.calls
@@ -173,8 +176,12 @@ class DynamicScheduler(TurnScheduler):
         """Fails what still waits, when nobody will ever take it."""
         self._refuse_all(self._queue.drain(), error)  # type: ignore[arg-type]
 
+    def _look_at_places(self) -> None:
+        self._take_turns = len({instance.place for instance in self._instances}) > 1
+        self._last = None
+
     def _available(self) -> Instance | None:
-        """`_last` if it is idle, else the one that has been idle longest."""
+        """`_last` if it is idle, else the one whose turn it is."""
         last = self._last
         if last is not None and last.is_available:
             return last

@@ -232,7 +232,7 @@ class LimitedInstance:
 
     def __init__(self, instance: Instance, claim: Claim, limiter: RateLimiter) -> None:
         self.name = instance.name
-        self.shares_host = instance.shares_host
+        self.place = instance.place
         self.on_change: Callable[[], None] = _nobody
         self._instance = instance
         self._claim = claim

@@ -477,13 +477,13 @@ async def test_model_code_logs_and_calls(make_lab):
 
 
 @pytest.mark.parametrize(
-    ("isolation", "backend", "shared"),
-    [("model", "Identity", True), ("model", "Processes", False), ("none", "Identity", False)],
+    ("isolation", "backend", "places"),
+    [("model", "Identity", 1), ("model", "Processes", 2), ("none", "Identity", 2)],
 )
-async def test_instances_know_whether_they_share_a_host(make_lab, isolation, backend, shared):
+async def test_threads_of_a_host_have_the_same_place(make_lab, isolation, backend, places):
     async with make_lab(isolation=isolation) as lab:
         model = await lab.load(backend, config("BYTES"), instances=2)
-        assert [instance.shares_host for instance in model.instances] == [shared] * 2
+        assert len({instance.place for instance in model.instances}) == places
 
 
 async def test_server_and_host_wait_awake_for_what_came_soon(make_lab, monkeypatch):

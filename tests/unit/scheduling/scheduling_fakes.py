@@ -54,7 +54,7 @@ class FakeInstance:
     def __init__(self, name="i"):
         self.name = name
         self.losses = 0
-        self.shares_host = False
+        self.place = self
         self.failure: str | None = None
         self.on_change: Any = None
         self.is_up = True

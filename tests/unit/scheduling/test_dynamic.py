@@ -267,7 +267,7 @@ async def test_processes_take_turns() -> None:
 
 async def test_of_threads_of_a_host_the_one_that_executed_last_is_the_first_to_be_used() -> None:
     one, other = FakeInstance("one"), FakeInstance("other")
-    one.shares_host = other.shares_host = True
+    one.place = other.place = "host"
     clients = Clients(one, other, end_ns=0)
     for _ in range(3):
         assert await clients.send(1) == [1, 0]
@@ -288,9 +288,23 @@ async def test_of_threads_of_a_host_the_one_that_executed_last_is_the_first_to_b
         batch.complete(one.times, succeeded=False)
     assert await clients.send(1) == [0, 1]
     assert await clients.answer(other) == [0, 0]
+    assert await clients.send(1) == [0, 1]
     clients.scheduler.retire(other)
-    assert await clients.send(1) == [1, 0]
-    one.answer()
+    for _ in range(2):
+        assert await clients.answer(other if other.batch else one) == [0, 0]
+        assert await clients.send(1) == [1, 0]
+    # One on another device, say: they take turns from now on.
+    clients.scheduler.add(other)
+    other.place = "elsewhere"
+    clients.scheduler.add(third := FakeInstance("third"))
+    assert await clients.answer(one) == [0, 0]
+    seen = []
+    for _ in range(3):
+        await clients.send(1)
+        [executing] = [instance for instance in (one, other, third) if instance.batch]
+        seen.append(executing.name)
+        await clients.answer(executing)
+    assert sorted(seen) == ["one", "other", "third"]
     await asyncio.wait_for(clients.scheduler.close(), 10)
 
 

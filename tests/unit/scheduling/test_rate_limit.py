@@ -207,7 +207,7 @@ def test_never_too_much_is_given_and_everybody_comes_to_their_turn(needs, steps)
 class FakeInstance:
     name: str = "i"
     losses: int = 0
-    shares_host: bool = False
+    place: str = ""
     is_available: bool = True
     failure: str | None = None
     batches: list = field(default_factory=list)

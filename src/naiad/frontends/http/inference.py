@@ -94,7 +94,7 @@ class _Facts:
 class _Reply:
     """Where the response goes: encoded and sent before `send` returns, since its buffers are used again afterwards."""
 
-    __slots__ = ("_batched", "_encoding", "_exchange", "_labels", "_later", "_plan", "_regions")
+    __slots__ = ("_batched", "_encoding", "_exchange", "_labels", "_plan", "_regions", "_texts")
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class _Reply:
         model: ServedModel,
         regions: Mapping[str, RegionOutput],
         encoding: str | None,
-        later: "_Later",
+        texts: TextProcesses,
     ) -> None:
         self._exchange = exchange
         self._plan = plan
@@ -111,15 +111,18 @@ class _Reply:
         self._batched = model.batching
         self._regions = regions
         self._encoding = encoding
-        self._later = later
+        self._texts = texts
 
     def send(self, result: Result | None, final: bool) -> None:
         try:
             if isinstance(result, InferResponse):
                 if self._is_large(result):
-                    self._later.begin(self._send_large(result.owned()))
+                    self._texts.begin(self._send_large(result.owned()))
                 else:
-                    self._exchange.response_bytes(200, *self._encode(result, HERE))
+                    written = self._encode(result, HERE)
+                    if self._encoding is not None:
+                        written = self._compress(*written)
+                    self._exchange.response_bytes(200, *written)
             elif result is not None:
                 reply_error(self._exchange, result, JSON if result.refused else PLAIN)
         except NaiadError as error:
@@ -128,21 +131,26 @@ class _Reply:
     async def _send_large(self, response: InferResponse) -> None:
         """Encodes in a thread what takes long to encode."""
         try:
-            headers, body = await self._later.texts.run(lambda texts: self._encode(response, texts))
+            if self._plan.is_binary:
+                written = await asyncio.to_thread(self._encode, response, HERE)
+            else:
+                written = await self._texts.run(lambda texts: self._encode(response, texts))
+            if self._encoding is not None:
+                written = await asyncio.to_thread(self._compress, *written)
         except NaiadError as error:
             reply_error(self._exchange, error, PLAIN)
         except Exception as error:
             logger.exception("unexpected error in writing the response to %s", self._exchange.path)
             reply_error(self._exchange, Internal(f"unexpected error: {error!r}"), PLAIN)
         else:
-            self._exchange.response_bytes(200, headers, body)
+            self._exchange.response_bytes(200, *written)
 
     def _encode(self, response: InferResponse, texts: Texts) -> tuple[Headers, bytes]:
-        headers, body = encode_response(response, self._plan, self._labels, self._batched, self._regions, texts.write)
-        if self._encoding is not None:
-            headers = [*headers, ("content-encoding", self._encoding)]
-            body = compress(self._encoding, body)
-        return headers, body
+        return encode_response(response, self._plan, self._labels, self._batched, self._regions, texts.write)
+
+    def _compress(self, headers: Headers, body: bytes) -> tuple[Headers, bytes]:
+        assert self._encoding is not None
+        return [*headers, ("content-encoding", self._encoding)], compress(self._encoding, body)
 
     def _is_large(self, response: InferResponse) -> bool:
         """Whether it is slow to write; bytes that go out as they are are not."""
@@ -155,19 +163,6 @@ class _Reply:
             if not as_it_is or self._encoding is not None:
                 size += len(tensor.contents)
         return size >= LARGE
-
-
-class _Later:
-    """What answers that take long need: the `texts` processes, and somebody who remembers them."""
-
-    def __init__(self, texts: TextProcesses) -> None:
-        self.texts = texts
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    def begin(self, answer: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(answer)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
 
 class Inference:
@@ -190,7 +185,7 @@ class Inference:
         self._forwarding = forwarding
         self._max_input_size = max_input_size
         self.traces = off() if traces is None else traces
-        self._later = _Later(texts or TextProcesses(0))
+        self._texts = texts or TextProcesses(0)
 
     def infer(self, exchange: Exchange, name: str, version: int) -> Coroutine[Any, Any, None] | None:
         """Submits the request; the reply is sent when the model has answered. What takes long to read is read in a
@@ -226,7 +221,7 @@ class Inference:
         body, json_size = await self._text(exchange)
         try:
             start_ns = time.monotonic_ns() if self.traces.active else 0
-            request, plan, use = await self._decode_slowly(exchange, model, version, body, json_size)
+            request, plan, use = await self._decode_text(exchange, model, version, body, json_size)
             exchange.require_client()
             # It may be another one by now.
             model = self.engine.model(model.name, version)
@@ -239,15 +234,15 @@ class Inference:
     async def read(self, exchange: Exchange, model: ServedModel, version: int) -> Decoded:
         """The request of an exchange whose content-encoding is known, for handlers that answer in their own way."""
         body, json_size = await self._text(exchange)
-        if json_size < LARGE:
-            return self._decode(exchange, model, version, body, json_size, HERE)
-        return await self._decode_slowly(exchange, model, version, body, json_size)
+        return await self._decode_text(exchange, model, version, body, json_size)
 
-    async def _decode_slowly(
+    async def _decode_text(
         self, exchange: Exchange, model: ServedModel, version: int, body: bytes | memoryview, json_size: int
     ) -> Decoded:
+        if json_size < LARGE:
+            return self._decode(exchange, model, version, body, json_size, HERE)
         # Regions are only looked up and read in the thread, which no change on the loop can tear.
-        return await self._later.texts.run(lambda texts: self._decode(exchange, model, version, body, json_size, texts))
+        return await self._texts.run(lambda texts: self._decode(exchange, model, version, body, json_size, texts))
 
     async def _text(self, exchange: Exchange) -> tuple[bytes | memoryview, int]:
         """(the body, decompressed; how much of it is JSON)"""
@@ -298,7 +293,7 @@ class Inference:
         regions = output_regions(plan, use) if plan.has_regions else _NO_REGIONS
         if start_ns:
             request = self.traces.follow(request, "HTTP", start_ns, exchange.headers.get)
-        reply = _Reply(exchange, plan, model, regions, self._facts(exchange).accepted, self._later)
+        reply = _Reply(exchange, plan, model, regions, self._facts(exchange).accepted, self._texts)
         infer = self._engine_infer
         call = infer(request, reply, model) if use is None else use.during(infer, request, reply, model)
         if not exchange.is_answered:

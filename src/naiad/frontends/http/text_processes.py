@@ -13,13 +13,13 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any, Protocol, TypeVar
 
 import msgspec
 import numpy as np
 
-from naiad.datatypes import Buffer
+from naiad.datatypes import LARGE, Buffer
 from naiad.frontends.http.text_program import (
     Answer,
     Job,
@@ -41,10 +41,11 @@ T = TypeVar("T")
 #: A process, and the memory that reading takes here, are kept so long after a text; one is started for texts that come
 #: sooner one after the other.
 _KEPT_S = 10.0
-#: A process that has failed so often is not started again.
+#: A process that has failed so often without any work is not started again.
 _MOST_FAILURES = 3
-#: Longer texts are not copied to it.
+#: Longer texts are not copied to it; of shorter ones, so much memory is kept for the next.
 _LONGEST = 1 << 30
+_KEPT_MEMORY = 64 << 20
 
 
 class Texts(Protocol):
@@ -71,7 +72,7 @@ class TextProcess:
     """One process, for one thread at a time. What it cannot do is done here. Starting it raises OSError."""
 
     def __init__(self) -> None:
-        self.has_failed = False
+        self.has_failed = self.has_worked = False
         self._lock = threading.Lock()
         mine, theirs = socket.socketpair()
         self._memory = os.memfd_create("naiad-texts", os.MFD_CLOEXEC)
@@ -82,7 +83,10 @@ class TextProcess:
         environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
         try:
             with theirs:
-                self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=fds, env=environment)
+                # Ctrl-C at a terminal is for the server alone.
+                self._process = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, pass_fds=fds, env=environment, process_group=0
+                )
         except OSError:
             self._close()
             raise
@@ -92,8 +96,10 @@ class TextProcess:
         return self._process.pid
 
     def read(self, text: Buffer) -> Any:
-        if len(text) <= _LONGEST:
-            with self._lock, contextlib.suppress(_Failed):
+        if len(text) > _LONGEST:
+            return HERE.read(text)
+        with self._lock:
+            try:
                 answer = self._ask(Read(len(text)), [(text, 0)])
                 if isinstance(answer, WasRead):
                     document = parse(answer.document)
@@ -101,11 +107,15 @@ class TextProcess:
                         data = self._fetch(place.byte_size, place.offset)
                         document["inputs"][place.index]["data"] = np.frombuffer(data, np.dtype(place.dtype))
                     return document
-        return HERE.read(text)
+            except _Failed:
+                return HERE.read(text)
+        # Nothing for simdjson.
+        return parse(text)
 
     def write(self, document: Any) -> bytes:
         outputs, places, data = take_apart(document["outputs"])
-        if places and places[-1].offset <= _LONGEST:
+        # What else there is would be written twice.
+        if LARGE <= sum(map(len, data)) <= _LONGEST:
             with self._lock, contextlib.suppress(_Failed):
                 job = Write(dump({**document, "outputs": outputs}), places)
                 answer = self._ask(job, [(array, place.offset) for array, place in zip(data, places, strict=True)])
@@ -117,6 +127,8 @@ class TextProcess:
         if self.has_failed:
             raise _Failed
         try:
+            if os.fstat(self._memory).st_size > _KEPT_MEMORY:
+                os.ftruncate(self._memory, 0)
             for array, offset in data:
                 put(self._memory, array, offset)
         except OSError:
@@ -129,6 +141,7 @@ class TextProcess:
         if received is None:
             self.has_failed = True
             raise _Failed
+        self.has_worked = True
         return received[0]
 
     def _fetch(self, byte_size: int, offset: int = 0) -> bytes:
@@ -163,8 +176,12 @@ class TextProcesses:
         self._free: asyncio.LifoQueue[_Place] = asyncio.LifoQueue()
         for place in self._places:
             self._free.put_nowait(place)
+        #: Texts under way, and when the last one began.
+        self._running = 0
         self._last = -kept_s
         self._release: asyncio.TimerHandle | None = None
+        self._answers: set[asyncio.Task[None]] = set()
+        self._is_closed = False
 
     def __repr__(self) -> str:
         return f"<TextProcesses {self.pids} of {len(self._places)}>"
@@ -174,22 +191,37 @@ class TextProcesses:
         """Of those that there are."""
         return [place.process.pid for place in self._places if place.process is not None]
 
+    def begin(self, answer: Coroutine[Any, Any, None]) -> None:
+        """Runs an answer that takes long."""
+        task = asyncio.get_running_loop().create_task(answer)
+        self._answers.add(task)
+        task.add_done_callback(self._answers.discard)
+
     async def run(self, work: Callable[[Texts], T]) -> T:
         """What `work` returns, called in a thread; it waits where all places are taken."""
-        loop = asyncio.get_running_loop()
         place = await self._free.get() if self._places else None
-        try:
-            is_frequent = loop.time() - self._last < self._kept_s
-            self._last = loop.time()
-            if place is None:
-                return await asyncio.to_thread(work, HERE)
-            return await asyncio.to_thread(work, place.texts(is_frequent))
-        finally:
-            if place is not None:
-                self._free.put_nowait(place)
-            if self._release is not None:
-                self._release.cancel()
-            self._release = loop.call_later(self._kept_s, self._give_back)
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        is_frequent = now - self._last < self._kept_s and not self._is_closed
+        self._last = now
+        self._running += 1
+        if self._release is not None:
+            self._release.cancel()
+            self._release = None
+        working = loop.run_in_executor(None, work, HERE if place is None else place.texts(is_frequent))
+        working.add_done_callback(lambda _: self._done(place))
+        # The thread goes on, and needs its place, when nobody waits for it any more.
+        return await asyncio.shield(working)
+
+    def _done(self, place: "_Place | None") -> None:
+        self._running -= 1
+        if place is not None:
+            self._free.put_nowait(place)
+        if not self._running:
+            if self._is_closed:
+                self._give_back()
+            else:
+                self._release = asyncio.get_running_loop().call_later(self._kept_s, self._give_back)
 
     def _give_back(self) -> None:
         self._release = None
@@ -198,6 +230,8 @@ class TextProcesses:
             place.give_back()
 
     async def close(self) -> None:
+        """Ends the processes; who is still at work is done without."""
+        self._is_closed = True
         if self._release is not None:
             self._release.cancel()
         self._give_back()
@@ -209,30 +243,34 @@ class _Place:
 
     def __init__(self) -> None:
         self.process: TextProcess | None = None
-        #: That of the next process, or the end of the last one.
+        #: The start of the next process, or the end of the last one.
         self._change: asyncio.Future[None] | None = None
+        #: How often in a row it has not come to work.
         self._failures = 0
 
     def texts(self, start: bool) -> Texts:
         """What is there to read and write; a process is started if there is none and there shall be one."""
         process = self.process
-        if process is not None and process.has_failed:
-            self._failures += 1
-            if self._failures == _MOST_FAILURES:
-                logger.warning("processes for large JSON keep dying: from now on it is read and written in the server")
-            self.give_back()
+        if process is not None:
+            if process.has_worked:
+                self._failures = 0
+            if process.has_failed:
+                self._failed("it keeps dying")
+                self.give_back()
         if self.process is None and self._change is None and start and self._failures < _MOST_FAILURES:
             self._change = asyncio.ensure_future(self._start())
         return self.process or HERE
+
+    def _failed(self, why: object) -> None:
+        self._failures += 1
+        if self._failures == _MOST_FAILURES:
+            logger.warning("there is no process for large JSON any more, which a thread reads and writes now: %s", why)
 
     async def _start(self) -> None:
         try:
             self.process = await asyncio.to_thread(TextProcess)
         except OSError as error:
-            self._failures = _MOST_FAILURES
-            logger.warning(
-                "cannot start a process for large JSON, which the server reads and writes itself now: %s", error
-            )
+            self._failed(error)
         finally:
             self._change = None
 

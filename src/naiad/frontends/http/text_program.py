@@ -6,6 +6,7 @@ It ends when the server closes the socket, or is no more.
 
 import mmap
 import os
+import signal
 import socket
 import sys
 from typing import Any
@@ -15,7 +16,6 @@ import numpy as np
 
 from naiad.datatypes import Buffer
 from naiad.instances.channel import BlockingChannel
-from naiad.instances.host import ignore_signals
 from naiad.protocol.json_numbers import parse_numbers
 from naiad.protocol.json_text import dump, parse
 
@@ -64,7 +64,7 @@ class Written(msgspec.Struct, tag=True):
 
 
 class Unable(msgspec.Struct, tag=True):
-    """It is the server's: no numbers, malformed, too large for the memory there is."""
+    """It is the server's: few numbers, malformed, too large for the memory there is."""
 
 
 Job = Read | Write
@@ -80,7 +80,8 @@ def take_apart(tensors: Any) -> tuple[list[Any], list[Placed], list[Buffer]]:
     for index, tensor in enumerate(tensors):
         array = tensor.get("data") if type(tensor) is dict else None
         if isinstance(array, np.ndarray):
-            tensor = {**tensor, "data": None}
+            # Not None: `dump` writes what has a null slowly, as it may stand for NaN.
+            tensor = {**tensor, "data": 0}
             places.append(Placed(index, array.dtype.str, array.size, end))
             data.append(array.data.cast("B"))
             end += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
@@ -103,6 +104,8 @@ def _read(job: Read, memory: int) -> Answer:
     if document is None or type(document.get("inputs")) is not list:
         return Unable()
     document["inputs"], places, data = take_apart(document["inputs"])
+    if not places:
+        return Unable()
     for place, array in zip(places, data, strict=True):
         put(memory, array, place.offset)
     return WasRead(dump(document), places)
@@ -121,7 +124,8 @@ def _write(job: Write, memory: int) -> Answer:
 
 def main() -> None:
     sock, memory = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
-    ignore_signals()
+    # A service manager sends it to all processes; this one ends with the server.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     channel: BlockingChannel[Job] = BlockingChannel(sock, msgspec.msgpack.Decoder(Job))
     while (received := channel.receive()) is not None:
         job = received[0]
@@ -129,7 +133,10 @@ def main() -> None:
             answer = _read(job, memory) if isinstance(job, Read) else _write(job, memory)
         except (OSError, ValueError, MemoryError):
             answer = Unable()
-        channel.send(answer)
+        try:
+            channel.send(answer)
+        except OSError:
+            return
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ import pytest
 from http_fake_engine import FakeEngine
 from http_raw_client import Client
 
+from naiad.datatypes import LARGE
 from naiad.errors import NaiadError
 from naiad.frontends.http import text_processes
 from naiad.frontends.http.app import HttpFrontend
@@ -23,6 +25,8 @@ from naiad.frontends.http.text_processes import HERE, TextProcess, TextProcesses
 
 #: Long enough for simdjson.
 COUNT = 20_000
+#: More is worth a process.
+MANY = LARGE
 NUMBERS = [number / 7 for number in range(COUNT)]
 SOON_S = 20
 
@@ -59,6 +63,19 @@ def plain(value: Any) -> Any:
     return [plain(item) for item in value] if isinstance(value, list) else value
 
 
+@pytest.fixture
+def by_itself(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """From when it is called, nothing is read or written in this process."""
+
+    def never(*_: Any) -> Any:
+        raise AssertionError("it was done here")
+
+    def forbid() -> None:
+        monkeypatch.setattr(text_processes, "HERE", SimpleNamespace(read=never, write=never))
+
+    return forbid
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -68,9 +85,23 @@ def plain(value: Any) -> Any:
         request_text(tensor("FP32", [NUMBERS[:100]] * 200), parameters={"x": 1e300, "y": 2**63, "z": "\\"}),
         request_text(tensor("FP32", NUMBERS), tensor("BOOL", [True, False])),
         request_text(tensor("FP32", NUMBERS), tensor("BYTES", ["a", "ß"])),
+        request_text(tensor("FP32", NUMBERS), "no object", 5),
+    ],
+)
+def test_reads_numbers(process: TextProcess, by_itself: Callable[[], None], text: bytes) -> None:
+    wanted = plain(HERE.read(text))
+    by_itself()
+    assert plain(process.read(text)) == wanted
+    assert plain(process.read(memoryview(bytearray(text)))) == wanted
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
         request_text(tensor("FP32", ["a"] * COUNT)),
         request_text(tensor("INT32", [2**70] * COUNT)),
-        request_text(tensor("FP32", NUMBERS), "no object", 5),
+        request_text(tensor("BOOL", [True] * COUNT)),
+        request_text(tensor("FP32", NUMBERS), tensor("BYTES", ["a"] * COUNT)),
         request_text(tensor("FP32", NUMBERS)).replace(b"0.5", b"NaN", 1),
         request_text(tensor("FP32", NUMBERS))[:-1],
         request_text(tensor("FP32", NUMBERS)) + b"}",
@@ -80,32 +111,54 @@ def plain(value: Any) -> Any:
         b"",
     ],
 )
-def test_reads_the_same(process: TextProcess, text: bytes) -> None:
+def test_what_it_cannot_read_is_read_here(process: TextProcess, text: bytes) -> None:
     assert outcome(process.read, text) == outcome(HERE.read, text)
-    assert outcome(process.read, memoryview(bytearray(text))) == outcome(HERE.read, text)
+
+
+def document(outputs: list[Any]) -> dict[str, Any]:
+    return {
+        "id": "ä\udcfe",
+        "parameters": {"a": math.nan, "b": 2**63, "c": "null", "d": True},
+        "outputs": [{"name": "nonnull", "shape": (COUNT,), "data": data} for data in outputs] + [{"name": "region"}],
+    }
 
 
 @pytest.mark.parametrize(
     "outputs",
     [
-        [np.arange(COUNT) / 7],
-        [np.arange(COUNT, dtype=np.int8), np.arange(3, dtype=np.uint64), np.zeros(COUNT, np.bool_)],
-        [np.array([1.0, math.nan, math.inf, -math.inf] * COUNT)],
-        [np.arange(COUNT, dtype=np.float32), ["a", "\udcff", "null"]],
-        [(1.5, 2.5)],
-        [["a"] * COUNT],
-        [np.zeros(0), np.ones(1)],
-        [],
+        [np.arange(MANY) / 7],
+        [np.arange(MANY, dtype=np.int8), np.arange(300, dtype=np.uint64), np.zeros(MANY, np.bool_)],
+        [np.array([1.0, math.nan, math.inf, -math.inf] * (MANY // 4))],
+        [np.arange(MANY, dtype=np.float32), ["a", "\udcff", "null"], (1.5, 2.5)],
+        [np.zeros(0), np.ones(MANY)],
     ],
 )
-def test_writes_the_same(process: TextProcess, outputs: list[Any]) -> None:
-    document = {
-        "id": "ä\udcfe",
-        "parameters": {"a": math.nan, "b": 2**63, "c": "null", "d": True},
-        "outputs": [{"name": "nonnull", "shape": (COUNT,), "data": data} for data in outputs] + [{"name": "region"}],
-    }
-    assert process.write(document) == HERE.write(document)
-    assert all(output.get("data") is not None for output in document["outputs"][:-1])
+def test_writes_numbers(process: TextProcess, by_itself: Callable[[], None], outputs: list[Any]) -> None:
+    wanted = HERE.write(document(outputs))
+    by_itself()
+    given = document(outputs)
+    assert process.write(given) == wanted
+    assert all(output["data"] is data for output, data in zip(given["outputs"], outputs, strict=False))
+
+
+@pytest.mark.parametrize("outputs", [[np.arange(COUNT)], [["a"] * COUNT, np.arange(300)], []])
+def test_few_numbers_are_written_here(
+    process: TextProcess, monkeypatch: pytest.MonkeyPatch, outputs: list[Any]
+) -> None:
+    wanted = HERE.write(document(outputs))
+    monkeypatch.setattr(TextProcess, "_ask", None)
+    assert process.write(document(outputs)) == wanted
+
+
+def test_the_memory_of_a_long_text_is_not_kept(
+    process: TextProcess, by_itself: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(text_processes, "_KEPT_MEMORY", 1 << 20)
+    by_itself()
+    for values in ([0.5] * MANY, [1.0 / 3.0] * COUNT, [0.25] * COUNT):
+        read = process.read(request_text(tensor("FP32", values)))
+        assert read["inputs"][0]["data"].tolist() == values
+    assert os.fstat(process._memory).st_size < 1 << 20
 
 
 def test_what_it_keeps_does_not_change(process: TextProcess) -> None:
@@ -134,7 +187,7 @@ def test_from_several_threads(process: TextProcess) -> None:
 @pytest.mark.parametrize("use", ["read", "write"])
 def test_one_that_dies(use: str) -> None:
     process = TextProcess()
-    document = {"outputs": [{"data": np.arange(COUNT)}]}
+    answer = {"outputs": [{"data": np.arange(MANY)}]}
     text = request_text(tensor("FP32", NUMBERS))
     os.kill(process.pid, signal.SIGKILL)
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
@@ -142,18 +195,22 @@ def test_one_that_dies(use: str) -> None:
         if use == "read":
             assert plain(process.read(text)) == plain(HERE.read(text))
         else:
-            assert process.write(document) == HERE.write(document)
+            assert process.write(answer) == HERE.write(answer)
         assert process.has_failed
     process.end()
 
 
-def test_one_that_is_ended_while_it_works() -> None:
+def test_one_that_is_ended_while_it_works(monkeypatch: pytest.MonkeyPatch) -> None:
     process = TextProcess()
     os.kill(process.pid, signal.SIGSTOP)
     text = request_text(tensor("FP32", NUMBERS))
     found: list[Any] = []
+    asks = threading.Event()
+    receive = process._channel.receive
+    monkeypatch.setattr(process._channel, "receive", lambda: (asks.set(), receive())[1])
     reader = threading.Thread(target=lambda: found.append(process.read(text)))
     reader.start()
+    asks.wait()
     process.end()
     reader.join()
     assert plain(found) == [plain(HERE.read(text))]
@@ -254,18 +311,54 @@ class TestProcesses:
             await first
             assert await made.run(lambda _: 5) == 5
 
-    async def test_one_that_dies_is_started_again_and_not_for_ever(self, caplog: pytest.LogCaptureFixture) -> None:
+    async def test_one_that_dies_is_started_again_and_without_work_not_for_ever(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        text = request_text(tensor("FP32", NUMBERS))
         async with processes(1) as made:
-            for _ in range(3):
+            # That the last one has worked is no excuse for the next ones.
+            for works in [True] * 4 + [False] * 2:
                 await started(made)
+                if works:
+                    assert await made.run(lambda texts: texts.read(text)["inputs"][0]["name"]) == "I"
                 os.kill(made.pids[0], signal.SIGKILL)
-                document = {"outputs": [{"data": np.arange(5)}]}
-                assert (
-                    await made.run(lambda texts, what=document: texts.write(what))
-                    == b'{"outputs":[{"data":[0,1,2,3,4]}]}'
-                )
+                assert await made.run(lambda texts: texts.read(text)["inputs"][0]["name"]) == "I"
+                assert not caplog.records
             assert await made.run(lambda texts: texts is HERE)
-            assert [record.message[:40] for record in caplog.records] == ["processes for large JSON keep dying: fro"]
+            assert [record.message[:42] for record in caplog.records] == ["there is no process for large JSON any mor"]
+
+    async def test_none_is_taken_away_from_a_text(self) -> None:
+        async with processes(1, kept_s=0.3) as made:
+            await started(made)
+            go_on = threading.Event()
+            long = asyncio.ensure_future(made.run(lambda texts: (go_on.wait(), texts)[1]))
+            await asyncio.sleep(0.6)
+            assert made.pids
+            go_on.set()
+            used = await long
+            assert isinstance(used, TextProcess)
+            assert not used.has_failed
+
+    async def test_a_thread_that_nobody_waits_for_keeps_its_place(self) -> None:
+        async with processes(1) as made:
+            begun, go_on = threading.Event(), threading.Event()
+            first = asyncio.ensure_future(made.run(lambda _: (begun.set(), go_on.wait())))
+            await asyncio.to_thread(begun.wait)
+            first.cancel()
+            second = asyncio.ensure_future(made.run(lambda _: go_on.is_set()))
+            await asyncio.sleep(0.05)
+            assert not second.done()
+            go_on.set()
+            assert await second
+
+    async def test_a_closed_one_starts_nothing(self) -> None:
+        made = TextProcesses(1, 60.0)
+        await started(made)
+        await made.close()
+        for _ in range(5):
+            assert await made.run(lambda texts: texts is HERE)
+        assert made.pids == []
+        await made.close()
 
     async def test_one_that_cannot_be_started(
         self, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
@@ -279,6 +372,7 @@ class TestProcesses:
                 while not caplog.records:
                     assert await made.run(lambda texts: texts is HERE)
             assert "too many open files" in caplog.records[0].message
+            assert len(caplog.records) == 1
 
 
 async def test_a_server_answers_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
