@@ -19,7 +19,6 @@ _LENGTH = struct.Struct("<I")
 #: The lengths of short elements, packed; and as characters, of those that ASCII has.
 _LENGTHS = [_LENGTH.pack(length) for length in range(256)]
 _LENGTH_TEXTS = [packed.decode() for packed in _LENGTHS[:128]]
-_ONLY_BYTES = frozenset((bytes,))
 #: So much of a tensor is looked at at once.
 _WINDOW = 64 * 1024
 
@@ -27,15 +26,12 @@ _WINDOW = 64 * 1024
 def pack_bytes(elements: Iterable[Any]) -> bytes:
     """The packed form of `elements`, which are bytes or str (UTF-8); anything else is packed as its str(), as
     tritonclient does."""
-    given = elements if type(elements) is list else list(elements)
-    if not _ONLY_BYTES.issuperset(map(type, given)):
-        given = [_as_bytes(element) for element in given]
-    parts: list[bytes] = [b""] * (2 * len(given))
-    try:
-        parts[::2] = map(_LENGTHS.__getitem__, map(len, given))
-    except IndexError:
-        parts[::2] = map(_LENGTH.pack, map(len, given))
-    parts[1::2] = given
+    parts: list[bytes] = []
+    for element in elements:
+        data: bytes = element if type(element) is bytes else _as_bytes(element)
+        length = len(data)
+        parts.append(_LENGTHS[length] if length < 256 else _LENGTH.pack(length))
+        parts.append(data)
     return b"".join(parts)
 
 
@@ -57,10 +53,11 @@ def pack_texts(elements: list[str]) -> bytes:
 
 
 def _pack_some(elements: list[str]) -> bytes:
-    parts: list[str] = [""] * (2 * len(elements))
+    parts: list[str] = []
     try:
-        parts[::2] = map(_LENGTH_TEXTS.__getitem__, map(len, elements))
-        parts[1::2] = elements
+        for element in elements:
+            parts.append(_LENGTH_TEXTS[len(element)])
+            parts.append(element)
         return "".join(parts).encode("ascii")
     except (IndexError, UnicodeEncodeError):
         return pack_bytes([element.encode("utf-8", "surrogateescape") for element in elements])
