@@ -31,8 +31,8 @@ class BusyPoll:
     """Whether this process may wait awake. `window_ns` is how long at most, 0 for never.
 
     Its threads use it without a lock: what gets lost is a look too many or too few. Only threads that execute batches wait
-    awake, and of several the one that began last, as long as none of the others is executing: the interpreter would be
-    taken from it.
+    awake, and of several the one that began to wait last, as long as all others wait too: from one that executes, the
+    interpreter would be taken.
     """
 
     __slots__ = (

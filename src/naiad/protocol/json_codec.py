@@ -82,8 +82,8 @@ def decode_request(
     """The request in a body whose first `json_size` bytes are JSON and whose rest are binary tensors.
 
     Data of binary tensors are views of the body. `region` gets the bytes of a shared-memory region by name, offset and
-    size; `forwarded` are parameters made of HTTP headers; `read` reads JSON that is not known. Raises Internal for JSON that is malformed or of a wrong
-    type, as Triton does, else InvalidArgument.
+    size; `forwarded` are parameters made of HTTP headers; `read` reads JSON that is not known. Raises Internal for JSON
+    that is malformed or of a wrong type, as Triton does, else InvalidArgument.
     """
     if json_size > max_input_size:
         raise InvalidArgument(
