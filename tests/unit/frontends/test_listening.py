@@ -1,9 +1,47 @@
-"""What listens for clients, as far as the options alone decide it."""
+"""Front ends that are left together."""
+
+import asyncio
+from typing import Any
 
 import pytest
 
 from naiad.frontends import listening
+from naiad.frontends.listening import Listening
 from naiad.options import ServerOptions
+
+
+class Frontend:
+    """Stops when `may_stop` is set, by raising `error` if there is one."""
+
+    def __init__(self, may_stop: asyncio.Event, stops: asyncio.Event, error: Exception | None = None) -> None:
+        self._may_stop = may_stop
+        self._stops = stops
+        self._error = error
+        self.has_stopped = False
+
+    async def __aenter__(self) -> Any:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self._may_stop.wait()
+        self._stops.set()
+        if self._error is not None:
+            raise self._error
+        self.has_stopped = True
+
+
+async def test_one_that_fails_to_stop_is_told_of_when_the_others_have_stopped() -> None:
+    now, has_failed = asyncio.Event(), asyncio.Event()
+    now.set()
+    failing = Frontend(now, has_failed, OSError("no"))
+    slow = Frontend(has_failed, asyncio.Event())
+    listening = Listening()
+    await listening.enter(failing)
+    await listening.enter(slow)
+    with pytest.raises(ExceptionGroup, match="front ends failed to stop") as raised:
+        await listening.__aexit__(None, None, None)
+    assert raised.value.exceptions == (failing._error,)
+    assert slow.has_stopped
 
 
 @pytest.mark.parametrize(
