@@ -6,7 +6,7 @@ A walk through the lengths cannot be left to numpy. Compiled, it takes 4 to 20 n
 import struct
 from collections.abc import Iterable
 from time import sleep
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -16,11 +16,12 @@ from naiad.datatypes import AT_ONCE, Buffer
 from naiad.errors import InvalidArgument
 
 _LENGTH = struct.Struct("<I")
-#: The lengths of short elements, packed; and as characters, of those that ASCII has.
-_LENGTHS = [_LENGTH.pack(length) for length in range(256)]
-_LENGTH_TEXTS = [packed.decode() for packed in _LENGTHS[:128]]
+#: The lengths of short elements, packed; and as characters, of those that ASCII has. What is not final is looked up in a
+#: dictionary for each element.
+_LENGTHS: Final = [_LENGTH.pack(length) for length in range(256)]
+_LENGTH_TEXTS: Final = [packed.decode() for packed in _LENGTHS[:128]]
 #: So much of a tensor is looked at at once.
-_WINDOW = 64 * 1024
+_WINDOW: Final = 64 * 1024
 
 
 def pack_bytes(elements: Iterable[Any]) -> bytes:
@@ -43,7 +44,7 @@ def _as_bytes(element: Any) -> bytes:
 
 def pack_texts(elements: list[str]) -> bytes:
     """The packed form of texts in UTF-8, lone surrogates as the bytes that they stand for. For a thread: others run
-    meanwhile."""
+    meanwhile. Raises TypeError or AttributeError where something else is among them."""
     parts: list[bytes] = []
     for start in range(0, len(elements), AT_ONCE):
         if start:
@@ -60,6 +61,10 @@ def _pack_some(elements: list[str]) -> bytes:
             parts.append(element)
         return "".join(parts).encode("ascii")
     except (IndexError, UnicodeEncodeError):
+        pass
+    try:
+        return pack_bytes([element.encode() for element in elements])
+    except UnicodeEncodeError:
         return pack_bytes([element.encode("utf-8", "surrogateescape") for element in elements])
 
 
@@ -99,6 +104,7 @@ def unpack_texts(data: Buffer) -> list[str] | None:
     thread: others run meanwhile."""
     raw = bytes(data)
     characters = raw.decode("latin-1")
+    is_ascii = raw.isascii()
     texts: list[str] = []
     at: i64 = 0
     end: i64 = len(raw)
@@ -108,16 +114,23 @@ def unpack_texts(data: Buffer) -> list[str] | None:
         for _ in range(AT_ONCE):
             start: i64 = at + 4
             at = start + (raw[at] | raw[at + 1] << 8 | raw[at + 2] << 16 | raw[at + 3] << 24)
-            text = characters[start:at]
-            texts.append(text if text.isascii() else raw[start:at].decode("utf-8", "surrogateescape"))
+            texts.append(characters[start:at] if is_ascii else _as_text(raw[start:at]))
             if at + 4 > end:
                 break
     return texts if at == end else None
 
 
+def _as_text(element: bytes) -> str:
+    try:
+        return element.decode()
+    except UnicodeDecodeError:
+        return element.decode("utf-8", "surrogateescape")
+
+
 def count_elements(data: Buffer) -> int:
     """How many there are; -1 where `data` ends within one. For a thread: others run meanwhile."""
     count: i64 = 0
+    pause: i64 = AT_ONCE
     start: i64 = 0
     size: i64 = len(data)
     while start + 4 <= size:
@@ -129,6 +142,7 @@ def count_elements(data: Buffer) -> int:
             at += 4 + (raw[at] | raw[at + 1] << 8 | raw[at + 2] << 16 | raw[at + 3] << 24)
             count += 1
         start += at
-        if size > _WINDOW:
+        if count > pause:
+            pause = count + AT_ONCE
             sleep(0)
     return count if start == size else -1

@@ -72,14 +72,19 @@ def tensor_data(
         with np.errstate(over="ignore"):
             numbers: bytes = data.astype(datatype.numpy, copy=False).tobytes()
         return numbers
+    if datatype is DataType.BYTES:
+        try:
+            return pack_texts(data)
+        except (TypeError, AttributeError):
+            # Something else than a text is among them.
+            data = _flat(data)
+        if not set(map(type, data)) <= _ONLY_STR:
+            raise Internal("Unable to parse JSON bytes array: attempt to access JSON non-string as string")
+        return pack_texts(data)
     kinds = set(map(type, data))
     if list in kinds:
         data = _flat(data)
         kinds = set(map(type, data))
-    if datatype is DataType.BYTES:
-        if not kinds <= _ONLY_STR:
-            raise Internal("Unable to parse JSON bytes array: attempt to access JSON non-string as string")
-        return pack_texts(data)
     if len(data) != count:
         # Triton reads one element after the other, so one of a wrong type comes first.
         tensor_data(name, datatype, min(len(data), count), data[:count], max_input_size)

@@ -27,6 +27,9 @@ _DEEPEST = 16
 _MOST_MEMBERS = 16
 #: So many strings or booleans may be beside the numbers: orjson reads them as fast.
 _MOST_OTHERS = 1024
+#: More quotes than around the data of an input, in so many bytes, are those of strings.
+_SAMPLE = 1024
+_MANY_QUOTES = 32
 
 _free: list[simdjson.Parser] = []
 
@@ -42,7 +45,10 @@ def parse_numbers(text: Buffer) -> dict[str, Any] | None:
     """What `parse_request` makes of a long text, or None where that is left to `parse`: the text is short, wrong, or of
     another dialect; or most of its data are no numbers."""
     # What begins otherwise may have a byte order mark, which simdjson passes over.
-    if len(text) < _LONG or text[0] != 0x7B:
+    size = len(text)
+    if size < _LONG or text[0] != 0x7B:
+        return None
+    if bytes(text[size // 2 : size // 2 + _SAMPLE]).count(b'"') > _MANY_QUOTES:
         return None
     document: dict[str, Any] | None = _parsed(text, _document)
     return document

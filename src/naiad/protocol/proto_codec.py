@@ -6,10 +6,8 @@ the regions that a request names; runs on the event loop.
 """
 
 import re
-import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from time import sleep
 from typing import Any
 
@@ -20,6 +18,7 @@ from naiad.config.model_config import ModelConfig
 from naiad.datatypes import AT_ONCE, BY_NAME, LARGE, Buffer, DataType, TakesLong
 from naiad.errors import Internal, InvalidArgument, NaiadError
 from naiad.messages import InferRequest, InferResponse, ParameterValue, SequenceControl, Tensor, Unread
+from naiad.packed import pack_bytes
 from naiad.protocol.correlation import correlation_text
 from naiad.protocol.outputs import ALL_BINARY, OutputPlan, OutputSpec, classify, plan_of
 from naiad.protocol.regions import OutputRegion, Regions, RegionUse, is_local_peer
@@ -91,7 +90,6 @@ _RESPONSE_OUTPUT_TAG = bytes((5 << 3 | 2,))
 _STREAM_ERROR_TAG = bytes((1 << 3 | 2,))
 _STREAM_RESPONSE_TAG = bytes((2 << 3 | 2,))
 _EMPTY_RAW_OUTPUT = _RAW_OUTPUT_TAG + b"\0"
-_TEXT_SIZE = struct.Struct("<I")
 #: What no number on the wire exceeds: ten bytes of seven bits each.
 _VARINT_BITS = 70
 
@@ -438,8 +436,7 @@ def _pack_texts(contents: Any, datatype: DataType) -> bytes:
     for at in range(0, len(elements), AT_ONCE):
         if at:
             sleep(0)
-        texts = elements[at : at + AT_ONCE]
-        pieces.append(b"".join(chain.from_iterable(zip(map(_TEXT_SIZE.pack, map(len, texts)), texts, strict=True))))
+        pieces.append(pack_bytes(elements[at : at + AT_ONCE]))
     return b"".join(pieces)
 
 

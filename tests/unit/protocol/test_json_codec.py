@@ -14,8 +14,8 @@ from naiad.config.parse import parse_text
 from naiad.datatypes import DataType
 from naiad.errors import Internal, InvalidArgument, NaiadError, Unsupported
 from naiad.messages import NO_SEQUENCE, InferResponse, SequenceControl, Tensor
-from naiad.packed import pack_bytes
-from naiad.protocol.json_arrays import json_data
+from naiad.packed import pack_bytes, pack_texts
+from naiad.protocol.json_arrays import json_data, tensor_data
 from naiad.protocol.json_codec import decode_raw_request, decode_request, encode_response, header_length
 from naiad.protocol.json_text import dump, members_as_given, parse
 from naiad.protocol.outputs import ALL_BINARY, ALL_JSON, OutputPlan, OutputSpec, plan_of
@@ -131,6 +131,18 @@ class TestData:
         assert data_of("INT32", [[1, 2], [3, 4]], [2, 2]) == flat
         assert data_of("INT32", [[1, 2, 3], [4]], [2, 2]) == flat
         assert data_of("INT32", [1, [2, [3]], 4], [4]) == flat
+
+    @pytest.mark.parametrize("first", ["a", "ü", "\udcff", "x" * 300, "ü" * 300])
+    def test_nested_texts(self, first: str) -> None:
+        packed = pack_texts([first, "b", "c"])
+        assert tensor_data("A", DataType.BYTES, 3, [first, ["b", ["c"]]]) == packed
+        assert tensor_data("A", DataType.BYTES, 3, [[first], ["b"], ["c"]]) == packed
+
+    @pytest.mark.parametrize("first", ["a", "ü", "\udcff", "x" * 300, "ü" * 300])
+    @pytest.mark.parametrize("other", [1, 1.5, True, None, {}, {"b": 1}, ["b", 1], [{}]])
+    def test_texts_beside_something_else(self, first: str, other: Any) -> None:
+        with pytest.raises(Internal, match="attempt to access JSON non-string as string"):
+            tensor_data("A", DataType.BYTES, 2, [first, other])
 
     def test_nested_too_deep(self) -> None:
         deep: Any = [1]

@@ -110,6 +110,17 @@ def test_what_is_no_ordinary_request_is_read_as_ever(text: bytes) -> None:
     assert repr(json_numbers.parse_request(text)) == repr(parse(text))
 
 
+def test_many_strings_are_left_to_the_other_parser_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[bytes] = []
+    monkeypatch.setattr(json_numbers, "_parsed", lambda text, use: read.append(text))
+    strings = body(datatype="BYTES", shape=[1000], data=[f"text {number}" for number in range(1000)])
+    assert json_numbers.parse_numbers(strings) is None
+    assert read == []
+    numbers = body(datatype="INT32", shape=[1000], data=[1] * 1000)
+    json_numbers.parse_numbers(numbers)
+    assert read == [numbers]
+
+
 def test_what_is_wrong_is_said_as_ever() -> None:
     for text in (b'{"inputs": [1,]}', b'\xef\xbb\xbf{"inputs": }', b'{"inputs": [01]}', b'{"inputs": []} x'):
         with pytest.raises(NaiadError) as ours:
