@@ -1,7 +1,6 @@
 """What listens for clients in a process: the HTTP and the gRPC service, as the options ask for them. On the loop."""
 
 import asyncio
-import ctypes
 import gc
 import ssl
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from naiad.frontends.grpc.servicer import Method
 from naiad.frontends.http.app import HttpFrontend
 from naiad.frontends.http.management import Management
 from naiad.frontends.tls import server_context
+from naiad.instances import heap
 from naiad.options import ServerOptions
 from naiad.protocol.regions import Regions
 from naiad.telemetry.log import Log
@@ -22,11 +22,8 @@ from naiad.telemetry.trace import TraceSettings
 
 #: So many objects more than before make the garbage collector look at the youngest.
 _GC_THRESHOLD = 20_000
-#: Parameters of glibc's mallopt(3), and their values: memory of freed tensors is kept for the next ones up to so much.
-_M_TRIM_THRESHOLD = -1
-_M_MMAP_THRESHOLD = -3
+#: So much memory of freed tensors is kept for the next ones.
 _KEPT_MEMORY = 64 << 20
-_LARGEST_KEPT = 32 << 20
 #: Unless more are asked for.
 _MOST_TEXT_PROCESSES = 4
 
@@ -37,18 +34,7 @@ def settle() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(_GC_THRESHOLD)
-    _keep_memory()
-
-
-def _keep_memory() -> None:
-    """Large tensors pass one after the other: their memory does not go back to the system after each, which would have to
-    clear it for the next one. What is larger does, and where the C library is not glibc, it decides."""
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError):
-        return
-    mallopt(_M_MMAP_THRESHOLD, _LARGEST_KEPT)
-    mallopt(_M_TRIM_THRESHOLD, _KEPT_MEMORY)
+    heap.keep(_KEPT_MEMORY)
 
 
 class HttpService(Protocol):

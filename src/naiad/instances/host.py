@@ -22,7 +22,7 @@ import msgspec
 
 from naiad.backends.api import InstanceContext, ModelContext, Shared
 from naiad.errors import NaiadError, Unavailable, text_of
-from naiad.instances import arena
+from naiad.instances import arena, heap
 from naiad.instances.busy_poll import BusyPoll
 from naiad.instances.channel import BlockingChannel
 from naiad.instances.client_memory import client_memory
@@ -56,6 +56,17 @@ _execute_decoder = msgspec.msgpack.Decoder(Execute)
 _answer_decoder: msgspec.msgpack.Decoder[Answer[msgspec.Raw]] = msgspec.msgpack.Decoder(Answer[msgspec.Raw])
 
 
+#: So much memory of freed tensors is kept for those of the next batch.
+_KEPT_MEMORY = 256 << 20
+_heap = heap.Heap(_KEPT_MEMORY)
+
+
+def _give_back() -> bool:
+    """Gives back what has not been used for a while; whether there is something left to give back later."""
+    has_objects = client_memory.drop_unused()
+    return _heap.trim_unused() or has_objects
+
+
 class SocketLink:
     """An instance's socket and arenas, as the host sees them. `end` ends the process, which has met an error that lasts."""
 
@@ -64,7 +75,7 @@ class SocketLink:
     ) -> None:
         self.inputs = arena.map_shared(input_fd, os.fstat(input_fd).st_size)
         self.outputs = arena.map_shared(output_fd, os.fstat(output_fd).st_size)
-        self._channel = BlockingChannel(sock, _execute_decoder, busy_poll, client_memory.drop_unused)
+        self._channel = BlockingChannel(sock, _execute_decoder, busy_poll, _give_back)
         self._end = end
         #: A batch with targets or sources, the descriptors of these, and which sources were lost.
         self._targeted: Execute | None = None
@@ -115,6 +126,8 @@ class SocketLink:
 
     def send(self, results: Results, one_shot: OneShot | None) -> None:
         results.lost = self._lost
+        if results.times is not None:
+            _heap.used(results.times[0], results.times[3])
         lasting = None
         if results.failure is not None or (results.responses and _has_failure(results.responses)):
             lasting = lasting_error()
