@@ -4,7 +4,7 @@ Imported by the server and by hosts, so it needs numpy only.
 """
 
 import enum
-from typing import Any
+from typing import Any, Final
 
 import ml_dtypes
 import numpy as np
@@ -14,10 +14,10 @@ Buffer = bytes | bytearray | memoryview
 
 #: What has to be read or converted element by element is given to a thread from this many bytes on, so that
 #: the event loop goes on.
-LARGE = 1 << 20
+LARGE: Final = 1 << 20
 #: So many elements are looked through or converted in about 5 ms. Compiled, a thread lets others run only where it says
 #: so: by `sleep(0)`, after so many.
-AT_ONCE = 1 << 15
+AT_ONCE: Final = 1 << 15
 
 
 class TakesLong(Exception):

@@ -5,6 +5,7 @@ HTTP, gRPC, calls from inside models and the steps of ensembles all come through
 
 import asyncio
 from collections.abc import Mapping
+from typing import Final
 
 from naiad import __version__
 from naiad.config.model_config import ModelConfig
@@ -19,7 +20,7 @@ from naiad.scheduling.scheduler import Call, Progress
 from naiad.statistics import ModelStatistics
 
 #: What `GET /v2` lists, in Triton's order (reference R1-74).
-EXTENSIONS = (
+EXTENSIONS: Final = (
     "classification",
     "sequence",
     "model_repository",

@@ -9,7 +9,7 @@ interpreter, which a constructor that a decorator writes is not.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 from naiad.datatypes import Buffer, DataType
 from naiad.errors import NaiadError
@@ -19,7 +19,7 @@ ParameterValue = bool | int | float | str
 _NO_PARAMETERS: dict[str, ParameterValue] = {}
 #: What every response of an ensemble says, but those of sequences, of which it says more. Always this very object, so that
 #: codecs know it.
-NO_SEQUENCE: dict[str, ParameterValue] = {"sequence_id": 0, "sequence_start": False, "sequence_end": False}
+NO_SEQUENCE: Final[dict[str, ParameterValue]] = {"sequence_id": 0, "sequence_start": False, "sequence_end": False}
 
 
 class Source(Protocol):
@@ -36,7 +36,7 @@ class Source(Protocol):
 
 
 #: Less is copied when a request is read.
-UNREAD_FROM = 64 * 1024
+UNREAD_FROM: Final = 64 * 1024
 
 
 class Unread:

@@ -6,7 +6,7 @@ engine, is batched with others, counted in the called model's statistics, and en
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -239,7 +239,7 @@ class _Stream(_Sink):
         self.answers.put_nowait(_answer(result, final, keep=True))
 
 
-_infer_decoder = msgspec.msgpack.Decoder(InferCall)
+_infer_decoder: Final = msgspec.msgpack.Decoder(InferCall)
 
 
 def _request(asked: InferCall, trace: Trace | None) -> InferRequest:

@@ -15,9 +15,8 @@ from mypy_extensions import i64
 from naiad.datatypes import AT_ONCE, Buffer
 from naiad.errors import InvalidArgument
 
-_LENGTH = struct.Struct("<I")
-#: The lengths of short elements, packed; and as characters, of those that ASCII has. What is not final is looked up in a
-#: dictionary for each element.
+_LENGTH: Final = struct.Struct("<I")
+#: The lengths of short elements, packed; and as characters, of those that ASCII has.
 _LENGTHS: Final = [_LENGTH.pack(length) for length in range(256)]
 _LENGTH_TEXTS: Final = [packed.decode() for packed in _LENGTHS[:128]]
 #: So much of a tensor is looked at at once.

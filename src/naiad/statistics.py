@@ -5,6 +5,7 @@ The live objects: they are changed on the event loop, for each execution, and ma
 
 from bisect import bisect_left
 from dataclasses import dataclass, field
+from typing import Final
 
 
 @dataclass
@@ -34,7 +35,7 @@ class InferStatistics:
 
 
 #: Upper bounds of the buckets in which latencies are counted: 100 us to 60 s.
-LATENCY_BOUNDS_NS = tuple(
+LATENCY_BOUNDS_NS: Final = tuple(
     round(seconds * 1e9)
     for seconds in (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 )

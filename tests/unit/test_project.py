@@ -1,5 +1,6 @@
 """What the distribution and its pages say, held against what is there."""
 
+import ast
 import re
 import tomllib
 from pathlib import Path
@@ -58,3 +59,24 @@ def test_dependencies_say_how_old_they_may_be() -> None:
         assert found, dependency
         tested, least = ([int(part) for part in text.split(".")] for text in (pinned[found[1]], found[2]))
         assert least <= tested
+
+
+def hot_path() -> list[Path]:
+    """The modules that setup.py compiles."""
+    [names] = [
+        ast.literal_eval(node.value)
+        for node in ast.parse((ROOT / "setup.py").read_text()).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "HOT_PATH"
+    ]
+    return [ROOT / "src" / "naiad" / f"{name}.py" for name in names]
+
+
+@pytest.mark.parametrize("module", hot_path(), ids=lambda module: module.stem)
+def test_constants_of_compiled_modules_are_final(module: Path) -> None:
+    """Any other one is looked up in a dictionary at each use."""
+    names = [
+        node.targets[0].id
+        for node in ast.parse(module.read_text()).body
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+    ]
+    assert [name for name in names if re.fullmatch("_?[A-Z][A-Z0-9_]+", name)] == []

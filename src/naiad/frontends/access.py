@@ -18,7 +18,7 @@ from naiad.telemetry.access_lines import AccessLines
 from naiad.telemetry.log import Log
 
 #: How long a line waits for others.
-_WAIT_S = 0.01
+_WAIT_S: Final = 0.01
 #: A constant, compiled, is not looked up by name each time.
 _now_ns: Final = monotonic_ns
 

@@ -10,21 +10,21 @@ import os
 from collections.abc import Callable
 from threading import get_ident
 from time import monotonic_ns
-from typing import Any
+from typing import Any, Final
 
 #: A look that takes longer has had to wait for others, who are at more than a message.
-_TAKEN_NS = 300_000
+_TAKEN_NS: Final = 300_000
 #: Of what others take, one part in so many of the time is no matter, nor are short bursts: a client reads many answers.
-_SPARED_PART = 10
-_SPARED_NS = 2_000_000
-_FIRST_PAUSE_NS = 50_000_000
-_LAST_PAUSE_NS = 2_000_000_000
-_NEVER_NS = 1 << 62
+_SPARED_PART: Final = 10
+_SPARED_NS: Final = 2_000_000
+_FIRST_PAUSE_NS: Final = 50_000_000
+_LAST_PAUSE_NS: Final = 2_000_000_000
+_NEVER_NS: Final = 1 << 62
 #: What takes up to so many windows may come within one where nobody sleeps on its way, which is tried this often, and
 #: once more so often when it has not. Else a chain of processes that has once fallen asleep would stay so.
-_LATE_WINDOWS = 4
-_TRIES = 8
-_TRIES_EVERY = 64
+_LATE_WINDOWS: Final = 4
+_TRIES: Final = 8
+_TRIES_EVERY: Final = 64
 
 
 class BusyPoll:

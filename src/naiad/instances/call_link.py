@@ -9,7 +9,7 @@ import itertools
 import os
 import socket
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
@@ -26,7 +26,7 @@ class Caller(NamedTuple):
     number: int
 
 
-_caller_numbers = itertools.count(1)
+_caller_numbers: Final = itertools.count(1)
 
 
 def new_caller(spec: VersionSpec) -> Caller:
@@ -39,7 +39,7 @@ OnReply = Callable[[Any, BaseException | None], None]
 #: refers to need not last longer than `reply`.
 OnCall = Callable[[Caller, str, msgspec.Raw, OnReply], None]
 
-_decoder: msgspec.msgpack.Decoder[Call[msgspec.Raw]] = msgspec.msgpack.Decoder(Call[msgspec.Raw])
+_decoder: Final[msgspec.msgpack.Decoder[Call[msgspec.Raw]]] = msgspec.msgpack.Decoder(Call[msgspec.Raw])
 
 
 class CallLink:

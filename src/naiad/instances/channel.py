@@ -13,7 +13,7 @@ import struct
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 import msgspec
 
@@ -22,16 +22,16 @@ from naiad.instances.busy_poll import Awaited, BusyPoll
 
 T = TypeVar("T")
 
-_HEADER = struct.Struct("<II")
+_HEADER: Final = struct.Struct("<II")
 #: A longer message than this is a broken peer, not a frame.
-_MESSAGE_LIMIT = 2**31
+_MESSAGE_LIMIT: Final = 2**31
 #: The kernel takes 253 descriptors at once.
-_FDS_AT_ONCE = 250
-_ANCILLARY_SIZE = socket.CMSG_SPACE(_FDS_AT_ONCE * 4)
-_FLAGS = socket.MSG_CMSG_CLOEXEC
-_BUFFER_SIZE = 128 * 1024
+_FDS_AT_ONCE: Final = 250
+_ANCILLARY_SIZE: Final = socket.CMSG_SPACE(_FDS_AT_ONCE * 4)
+_FLAGS: Final = socket.MSG_CMSG_CLOEXEC
+_BUFFER_SIZE: Final = 128 * 1024
 
-_encoder = msgspec.msgpack.Encoder()
+_encoder: Final = msgspec.msgpack.Encoder()
 
 
 class BrokenFrame(Exception):
@@ -127,7 +127,7 @@ class FrameReader(Generic[T]):
 
 
 #: Shared, since most frames have none; nobody writes to it.
-_NO_FDS: list[int] = []
+_NO_FDS: Final[list[int]] = []
 
 
 def _pieces(frame: Any, fds: Sequence[int]) -> list[tuple[memoryview, Sequence[int]]]:
@@ -147,7 +147,7 @@ def _ancillary(fds: Sequence[int]) -> list[tuple[int, int, Any]]:
     return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
 
 
-_LONG_MS = 1000
+_LONG_MS: Final = 1000
 
 
 class BlockingChannel(Generic[T]):

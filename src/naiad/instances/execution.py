@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from math import prod
 from time import monotonic_ns
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import msgspec
 import numpy as np
@@ -27,7 +27,7 @@ from naiad.messages import ParameterValue
 from naiad.packed import pack_bytes, unpack_bytes
 
 #: Late results up to this size travel in their frame: copying them costs less than a memory file.
-INLINE_LIMIT = 256 * 1024
+INLINE_LIMIT: Final = 256 * 1024
 
 
 class OneShot:
@@ -93,8 +93,8 @@ def _reshaped(shape: tuple[int, ...], batching: bool, of: tuple[int, ...], to: t
     return head + tuple(next(variable) if extent < 0 else extent for extent in to)
 
 
-_DATATYPES = datatypes.BY_NUMBER
-_BYTES = DataType.BYTES.number
+_DATATYPES: Final = datatypes.BY_NUMBER
+_BYTES: Final = DataType.BYTES.number
 
 
 def _array(datatype: int, shape: tuple[int, ...], data: memoryview, offset: int, byte_size: int) -> Array:
@@ -105,9 +105,9 @@ def _array(datatype: int, shape: tuple[int, ...], data: memoryview, offset: int,
 
 #: Inputs up to this size are copied out of the arena for backends that see single requests, since their code may keep
 #: them; larger ones are not, and where they are kept the server gets itself another arena.
-_COPIED = 64 * 1024
+_COPIED: Final = 64 * 1024
 #: Up to here a copy more costs less than making an array of the destination.
-_SMALL = 16 * 1024
+_SMALL: Final = 16 * 1024
 
 
 class _Packed:
@@ -480,7 +480,7 @@ def _reshape_input(array: Array, spec: TensorSpec, batching: bool) -> Array:
     return array.reshape(_reshaped(array.shape, batching, spec.dims, spec.reshape))
 
 
-_parameters_decoder = msgspec.msgpack.Decoder(dict[str, ParameterValue])
+_parameters_decoder: Final = msgspec.msgpack.Decoder(dict[str, ParameterValue])
 
 
 def _parameters(parameters: Mapping[str, ParameterValue]) -> dict[str, ParameterValue]:
@@ -488,7 +488,7 @@ def _parameters(parameters: Mapping[str, ParameterValue]) -> dict[str, Parameter
     return _parameters_decoder.decode(msgspec.msgpack.encode(dict(parameters))) if parameters else {}
 
 
-_NO_DETAILS = Details("", (), {}, 0, 0, 0, 0)
+_NO_DETAILS: Final = Details("", (), {}, 0, 0, 0, 0)
 
 
 class HostRequest:

@@ -5,7 +5,7 @@ import os
 import socket
 from collections.abc import Callable, Hashable
 from time import monotonic_ns
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
@@ -21,10 +21,10 @@ from naiad.instances.instance import Execution
 if TYPE_CHECKING:
     from naiad.instances.process import Tenant
 
-_decoder = msgspec.msgpack.Decoder(Results)
+_decoder: Final = msgspec.msgpack.Decoder(Results)
 
 #: Inputs above this are copied into their memory file by a thread, since that takes milliseconds.
-_THREAD_COPY_BYTES = 8 * 1024 * 1024
+_THREAD_COPY_BYTES: Final = 8 * 1024 * 1024
 
 
 def _do_nothing() -> None:

@@ -7,6 +7,7 @@ names the one given last, because it keeps inputs in a hash map that is walked n
 
 import struct
 from time import sleep
+from typing import Final
 
 from naiad.config.model_config import ModelConfig, TensorConfig
 from naiad.datatypes import AT_ONCE, LARGE, Buffer, DataType, TakesLong
@@ -14,8 +15,8 @@ from naiad.errors import InvalidArgument
 from naiad.messages import InferRequest, Tensor
 from naiad.packed import count_elements
 
-_LENGTH = struct.Struct("<I")
-_BATCH_NOTE = (
+_LENGTH: Final = struct.Struct("<I")
+_BATCH_NOTE: Final = (
     "NOTE: Setting a non-zero max_batch_size in the model config requires a batch dimension to be prepended to each "
     "input shape. If you want to specify the full shape including the batch dim in your input dims config, try "
     "setting max_batch_size to zero. See the model configuration docs for more info on max_batch_size."

@@ -3,7 +3,7 @@
 import array
 import struct
 from itertools import chain
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -13,11 +13,11 @@ from naiad.messages import Tensor
 from naiad.packed import pack_texts, unpack_texts
 from naiad.protocol.json_text import IS_BOOLEAN, IS_NUMBER, IS_SIGNED, IS_UNSIGNED, too_deep
 
-DEFAULT_MAX_INPUT_SIZE = 67108864
+DEFAULT_MAX_INPUT_SIZE: Final = 67108864
 
-_DEEPEST = 100
+_DEEPEST: Final = 100
 #: Codes of the modules `array` and `struct`; FP16, BF16 and BYTES have none.
-CODES: dict[DataType, str] = {
+CODES: Final[dict[DataType, str]] = {
     DataType.BOOL: "?",
     DataType.UINT8: "B",
     DataType.UINT16: "H",
@@ -30,16 +30,16 @@ CODES: dict[DataType, str] = {
     DataType.FP32: "f",
     DataType.FP64: "d",
 }
-_FLOATS = frozenset((DataType.FP32, DataType.FP64))
-_UNSIGNED = frozenset((DataType.UINT8, DataType.UINT16, DataType.UINT32, DataType.UINT64))
-_BINARY_ONLY = frozenset((DataType.FP16, DataType.BF16))
-_ONLY_INT = frozenset((int,))
-_ONLY_BOOL = frozenset((bool,))
-_ONLY_STR = frozenset((str,))
-_NUMBERS = frozenset((int, float))
-_WRONG_COUNT = "Unable to parse 'data': Shape does not match true shape of 'data' field"
+_FLOATS: Final = frozenset((DataType.FP32, DataType.FP64))
+_UNSIGNED: Final = frozenset((DataType.UINT8, DataType.UINT16, DataType.UINT32, DataType.UINT64))
+_BINARY_ONLY: Final = frozenset((DataType.FP16, DataType.BF16))
+_ONLY_INT: Final = frozenset((int,))
+_ONLY_BOOL: Final = frozenset((bool,))
+_ONLY_STR: Final = frozenset((str,))
+_NUMBERS: Final = frozenset((int, float))
+_WRONG_COUNT: Final = "Unable to parse 'data': Shape does not match true shape of 'data' field"
 #: From this many elements on numpy writes faster than a list of Python numbers does.
-_MANY = 256
+_MANY: Final = 256
 
 
 def tensor_data(

@@ -8,7 +8,7 @@ Nothing here touches the event loop, so large texts may be decoded in a thread.
 import re
 import struct
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Final
 
 from naiad.config.model_config import ModelConfig
 from naiad.datatypes import BY_NAME, BY_NUMBER, Buffer, DataType
@@ -37,19 +37,19 @@ Read = Callable[[Buffer], Any]
 Write = Callable[[Any], bytes]
 Headers = list[tuple[str, str]]
 
-_LARGEST_COUNT = 2**63 - 1
-_TOO_MANY = 2**63
-_LENGTH = struct.Struct("<I")
-_LEADING_INTEGER = re.compile(r"\s*([+-]?\d+)")
+_LARGEST_COUNT: Final = 2**63 - 1
+_TOO_MANY: Final = 2**63
+_LENGTH: Final = struct.Struct("<I")
+_LEADING_INTEGER: Final = re.compile(r"\s*([+-]?\d+)")
 
-JSON_HEADERS: Headers = [("content-type", "application/json")]
+JSON_HEADERS: Final[Headers] = [("content-type", "application/json")]
 
 
 # --- requests
 
 #: What was read from JSON all of whose data are binary and lie behind it, which is the same for many requests: how to
 #: answer, and how much data there is.
-_templates: dict[tuple[bytes, str, int], tuple[RequestTemplate, OutputPlan, int]] = {}
+_templates: Final[dict[tuple[bytes, str, int], tuple[RequestTemplate, OutputPlan, int]]] = {}
 
 
 def header_length(given: str | None, body_size: int) -> int:
@@ -444,7 +444,7 @@ def _binary_headers(json_size: int) -> Headers:
 
 #: The JSON before the binary outputs of a response, and its headers, by all that they say. Most responses of a model
 #: say the same.
-_binary_heads: dict[tuple[object, ...], tuple[Headers, bytes]] = {}
+_binary_heads: Final[dict[tuple[object, ...], tuple[Headers, bytes]]] = {}
 
 
 def _encode_binary(response: InferResponse, plan: OutputPlan) -> tuple[Headers, bytes]:

@@ -5,7 +5,7 @@ simdjson keeps its memory for the next text: the kernel needs longer to make it 
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
 import simdjson
@@ -14,24 +14,24 @@ from naiad.datatypes import BY_NAME, Buffer, DataType
 from naiad.protocol.json_text import parse
 
 #: Texts from this many bytes on. Shorter ones are read as fast by orjson, and their arrays are used as lists.
-_LONG = 8 * 1024
+_LONG: Final = 8 * 1024
 #: `naiad.datatypes` kind of number -> what simdjson calls it, and the dtype of what it returns.
-_KINDS: dict[str, tuple[Literal["d", "i", "u"], np.dtype[Any]]] = {
+_KINDS: Final[dict[str, tuple[Literal["d", "i", "u"], np.dtype[Any]]]] = {
     "f": ("d", np.dtype(np.float64)),
     "i": ("i", np.dtype(np.int64)),
     "u": ("u", np.dtype(np.uint64)),
 }
 #: Deeper arrays are left to `parse`, whose callers know the limit.
-_DEEPEST = 16
+_DEEPEST: Final = 16
 #: Objects with more members are left to it too: simdjson goes through all that come before the one it is asked for.
-_MOST_MEMBERS = 16
+_MOST_MEMBERS: Final = 16
 #: So many strings or booleans may be beside the numbers: orjson reads them as fast.
-_MOST_OTHERS = 1024
+_MOST_OTHERS: Final = 1024
 #: More quotes than around the data of an input, in so many bytes, are those of strings.
-_SAMPLE = 1024
-_MANY_QUOTES = 32
+_SAMPLE: Final = 1024
+_MANY_QUOTES: Final = 32
 
-_free: list[simdjson.Parser] = []
+_free: Final[list[simdjson.Parser]] = []
 
 
 def parse_request(text: Buffer) -> Any:

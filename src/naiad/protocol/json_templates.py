@@ -8,7 +8,7 @@ them is JSON by itself. All else, wrong data too, is left to whoever reads whole
 import json
 import struct
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import orjson
 
@@ -21,13 +21,13 @@ from naiad.protocol.outputs import OutputPlan
 from naiad.protocol.templates import LARGEST, MOST
 
 #: In longer texts reading the arrays is all that counts.
-LONGEST = 32 * 1024
+LONGEST: Final = 32 * 1024
 
 #: Who has changed what stands behind the data is not to wait for ever.
-_MOST_MISSES = 100
+_MOST_MISSES: Final = 100
 #: The text of an array from which on numbers are read without a Python object for each.
-_MANY = 2048
-_DATA = b'"data"'
+_MANY: Final = 2048
+_DATA: Final = b'"data"'
 _Key = tuple[bytes, str, int, int]
 
 
@@ -64,10 +64,10 @@ class _Template:
 
 #: By the text before the first array, the model's name, the version asked for and how large data may be. None
 #: is a text that is no such request.
-_templates: dict[_Key, _Template | None] = {}
+_templates: Final[dict[_Key, _Template | None]] = {}
 #: What has come once. Who comes with another id each time is not worth more.
-_seen: set[_Key] = set()
-_values = json.JSONDecoder(strict=False)
+_seen: Final[set[_Key]] = set()
+_values: Final = json.JSONDecoder(strict=False)
 
 
 def recall(

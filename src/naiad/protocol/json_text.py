@@ -7,7 +7,7 @@ are not UTF-8, and everything that is wrong, since the reason and the offset in 
 import json
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import orjson
 import rapidjson
@@ -15,18 +15,18 @@ import rapidjson
 from naiad.datatypes import Buffer
 from naiad.errors import Internal, InvalidArgument, NaiadError
 
-_DEEPEST = 1000
+_DEEPEST: Final = 1000
 #: Looking through a text for each member's name is faster than reading it again, where there are not more of them.
-_FEW_MEMBERS = 64
+_FEW_MEMBERS: Final = 64
 #: Texts from this many bytes on, and the letters one has where it is mostly numbers.
-_LONG = 16 * 1024
-_FEW_LETTERS = 256
-_TOKENS = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[{]|[\]}]', re.DOTALL)
-_REASON = re.compile(r"Parse error at offset (\d+): (.*)", re.DOTALL)
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-_CONTROL_NOW = "Invalid encoding in string."
-_CONTROL = "Invalid escape character in string."
-_NUMBERS = rapidjson.NM_NATIVE | rapidjson.NM_NAN
+_LONG: Final = 16 * 1024
+_FEW_LETTERS: Final = 256
+_TOKENS: Final = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[{]|[\]}]', re.DOTALL)
+_REASON: Final = re.compile(r"Parse error at offset (\d+): (.*)", re.DOTALL)
+_BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
+_CONTROL_NOW: Final = "Invalid encoding in string."
+_CONTROL: Final = "Invalid escape character in string."
+_NUMBERS: Final = rapidjson.NM_NATIVE | rapidjson.NM_NAN
 
 
 def parse(text: Buffer) -> Any:
@@ -77,7 +77,7 @@ def _integer(text: str) -> int | float:
     return value if -(2**63) <= value < 2**64 else float(text)
 
 
-_LENIENT = json.JSONDecoder(parse_int=_integer)
+_LENIENT: Final = json.JSONDecoder(parse_int=_integer)
 
 
 def _with_ascii_only(text: bytes) -> bytes:
@@ -153,13 +153,13 @@ def error_document(message: str) -> bytes:
     return dump({"error": message})
 
 
-_IS_STRING = "attempt to access JSON non-string as string"
-_IS_ARRAY = "attempt to access JSON non-array as array"
-IS_BOOLEAN = "attempt to access JSON non-boolean as boolean"
-IS_UNSIGNED = "attempt to access JSON non-unsigned-integer as unsigned-integer"
-IS_SIGNED = "attempt to access JSON non-signed-integer as signed-integer"
-IS_NUMBER = "attempt to access JSON non-number as double"
-NO_OBJECT = "attempt to get members for non-object"
+_IS_STRING: Final = "attempt to access JSON non-string as string"
+_IS_ARRAY: Final = "attempt to access JSON non-array as array"
+IS_BOOLEAN: Final = "attempt to access JSON non-boolean as boolean"
+IS_UNSIGNED: Final = "attempt to access JSON non-unsigned-integer as unsigned-integer"
+IS_SIGNED: Final = "attempt to access JSON non-signed-integer as signed-integer"
+IS_NUMBER: Final = "attempt to access JSON non-number as double"
+NO_OBJECT: Final = "attempt to get members for non-object"
 
 
 def string_member(value: Any, key: str, lead: str = "") -> str:

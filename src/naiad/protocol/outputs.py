@@ -6,7 +6,7 @@ A codec reads the plan from a request; the front end follows it when the respons
 from collections.abc import Iterable
 from dataclasses import dataclass
 from time import sleep
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -71,8 +71,8 @@ class OutputPlan:
 
 
 #: Everything, as JSON: what a request that says nothing about outputs gets over HTTP.
-ALL_JSON = OutputPlan({})
-ALL_BINARY = OutputPlan({}, binary_default=True, is_binary=True)
+ALL_JSON: Final = OutputPlan({})
+ALL_BINARY: Final = OutputPlan({}, binary_default=True, is_binary=True)
 
 
 def plan_of(specs: Iterable[OutputSpec], binary_default: bool) -> OutputPlan:
@@ -87,8 +87,8 @@ def plan_of(specs: Iterable[OutputSpec], binary_default: bool) -> OutputPlan:
 
 
 #: Looking for so few among the values of a row is faster than sorting all of them.
-_FEW = 8
-_CLASSIFIABLE = frozenset(DataType) - {DataType.BOOL, DataType.BYTES, DataType.FP16, DataType.BF16}
+_FEW: Final = 8
+_CLASSIFIABLE: Final = frozenset(DataType) - {DataType.BOOL, DataType.BYTES, DataType.FP16, DataType.BF16}
 
 
 def classify(tensor: Tensor, count: int, labels: list[str], batched: bool) -> Tensor:

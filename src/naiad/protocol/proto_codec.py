@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from time import sleep
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from tritonclient.grpc import service_pb2 as pb
@@ -54,13 +54,13 @@ class Reply:
         self.use = use
 
 
-_PLAIN = Reply(ALL_BINARY, {})
-_PLAIN_EMPTY_FINAL = Reply(ALL_BINARY, {}, True)
+_PLAIN: Final = Reply(ALL_BINARY, {})
+_PLAIN_EMPTY_FINAL: Final = Reply(ALL_BINARY, {}, True)
 
 # ---------------------------------------------------------------- versions
 
-_LEADING_INTEGER = re.compile(r"\s*([+-]?\d+)", re.ASCII)
-_NOT_A_VERSION = "version should be an integral value > 0"
+_LEADING_INTEGER: Final = re.compile(r"\s*([+-]?\d+)", re.ASCII)
+_NOT_A_VERSION: Final = "version should be an integral value > 0"
 
 
 def parse_version(text: str) -> int:
@@ -81,17 +81,17 @@ def parse_version(text: str) -> int:
 # ---------------------------------------------------------------- wire format
 
 #: From this size on a request is split at the wire level. Below, copying is cheaper than reading fields in Python.
-SPLIT_BYTE_SIZE = 32 * 1024
+SPLIT_BYTE_SIZE: Final = 32 * 1024
 
-_RAW_INPUT_TAG = 7 << 3 | 2
-_RAW_OUTPUT_TAG = bytes((6 << 3 | 2,))
-_RESPONSE_ID_TAG = bytes((3 << 3 | 2,))
-_RESPONSE_OUTPUT_TAG = bytes((5 << 3 | 2,))
-_STREAM_ERROR_TAG = bytes((1 << 3 | 2,))
-_STREAM_RESPONSE_TAG = bytes((2 << 3 | 2,))
-_EMPTY_RAW_OUTPUT = _RAW_OUTPUT_TAG + b"\0"
+_RAW_INPUT_TAG: Final = 7 << 3 | 2
+_RAW_OUTPUT_TAG: Final = bytes((6 << 3 | 2,))
+_RESPONSE_ID_TAG: Final = bytes((3 << 3 | 2,))
+_RESPONSE_OUTPUT_TAG: Final = bytes((5 << 3 | 2,))
+_STREAM_ERROR_TAG: Final = bytes((1 << 3 | 2,))
+_STREAM_RESPONSE_TAG: Final = bytes((2 << 3 | 2,))
+_EMPTY_RAW_OUTPUT: Final = _RAW_OUTPUT_TAG + b"\0"
 #: What no number on the wire exceeds: ten bytes of seven bits each.
-_VARINT_BITS = 70
+_VARINT_BITS: Final = 70
 
 
 def _varint(value: int) -> bytes:
@@ -169,8 +169,8 @@ def parse_request(data: bytes | memoryview, in_thread: bool = False) -> tuple[Me
 
 #: What was read from messages all of whose raw_input_contents stand at their end, by what stands before them, and how to
 #: answer; how long that is in messages of a length.
-_templates: dict[bytes, tuple[RequestTemplate, Reply]] = {}
-_template_sizes: dict[int, int] = {}
+_templates: Final[dict[bytes, tuple[RequestTemplate, Reply]]] = {}
+_template_sizes: Final[dict[int, int]] = {}
 
 
 def recall(data: bytes | memoryview) -> tuple[InferRequest, Reply] | None:
@@ -312,7 +312,7 @@ def _refuse_twice(message: Message) -> None:
 
 _Parameters = tuple[dict[str, ParameterValue], SequenceControl | None, int, int, bool]
 
-_NO_PARAMETERS: _Parameters = ({}, None, 0, 0, False)
+_NO_PARAMETERS: Final[_Parameters] = ({}, None, 0, 0, False)
 
 
 def _wrong_type(key: str, expected: str) -> InvalidArgument:
@@ -457,7 +457,7 @@ def _pack_as(field: str) -> Callable[[Any, DataType], bytes]:
 
 _D = DataType
 #: Field of InferTensorContents -> (name of the type in error texts, the data types it may hold, its packing).
-_CONTENTS: dict[str, tuple[str, frozenset[DataType], Callable[[Any, DataType], bytes]]] = {
+_CONTENTS: Final[dict[str, tuple[str, frozenset[DataType], Callable[[Any, DataType], bytes]]]] = {
     "bool_contents": ("BOOL", frozenset((_D.BOOL,)), _pack_block),
     "int_contents": ("INT32", frozenset((_D.INT8, _D.INT16, _D.INT32)), _pack_as("int_contents")),
     "int64_contents": ("INT64", frozenset((_D.INT64,)), _pack_as("int64_contents")),
@@ -504,9 +504,9 @@ def _invalid_datatype(id: str, name: str, config: ModelConfig) -> NaiadError:
 # ---------------------------------------------------------------- responses
 
 #: Encoded heads of responses and outputs: the same few for all responses of a model. Emptied when full.
-_MODEL_HEADS: dict[tuple[str, int], bytes] = {}
-_OUTPUT_HEADS: dict[tuple[str, int, tuple[int, ...]], bytes] = {}
-_HEADS_LIMIT = 4096
+_MODEL_HEADS: Final[dict[tuple[str, int], bytes]] = {}
+_OUTPUT_HEADS: Final[dict[tuple[str, int, tuple[int, ...]], bytes]] = {}
+_HEADS_LIMIT: Final = 4096
 
 
 def _model_head(name: str, version: int) -> bytes:
@@ -551,7 +551,7 @@ def _parameters(parameters: Mapping[str, ParameterValue]) -> bytes:
     return encoded
 
 
-_FINAL = {final: _parameters({"triton_final_response": final}) for final in (False, True)}
+_FINAL: Final = {final: _parameters({"triton_final_response": final}) for final in (False, True)}
 
 
 def encode(

@@ -1,15 +1,16 @@
 """Requests that come again around other data: what was read of one is kept and filled anew. Pure."""
 
 from collections.abc import Iterable
+from typing import Final
 
 from naiad.datatypes import DataType
 from naiad.messages import InferRequest, Tensor
 
 #: What stands before the data of a request is kept up to this size, and of so many requests.
-LARGEST = 1024
-MOST = 1024
+LARGEST: Final = 1024
+MOST: Final = 1024
 #: Little is copied faster than a view of it is made.
-_SMALL = 4096
+_SMALL: Final = 4096
 
 
 class RequestTemplate:

@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
+from typing import Final
 
 from naiad.errors import Internal, NaiadError, Unavailable
 from naiad.instances.instance import ComputeTimes, Instance
@@ -21,7 +22,7 @@ from naiad.statistics import ModelStatistics
 
 #: In place of the execution of a call that is out of the queue and is refused together with others: the end of one can
 #: make the client of another leave.
-_REFUSED = object()
+_REFUSED: Final = object()
 
 
 class Execution:

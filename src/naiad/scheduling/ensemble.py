@@ -12,6 +12,7 @@ response of the ensemble. This is Triton's behaviour (reference R5-26 to R5-34),
 import asyncio
 import time
 from collections.abc import Callable, Iterable, Mapping
+from typing import Final
 
 from naiad.config.model_config import ModelConfig, TensorConfig
 from naiad.errors import Cancelled, InvalidArgument, NaiadError, Unavailable
@@ -22,10 +23,10 @@ from naiad.scheduling.turns import STOPPED, count_execution
 from naiad.statistics import ModelStatistics
 
 #: How long a request of a step waits for `max_inflight_requests`, in seconds, before it goes on all the same.
-_LIMIT_WAIT_S = 300.0
+_LIMIT_WAIT_S: Final = 300.0
 
 #: Clients ask for the outputs of an ensemble in few ways, but could in many.
-_KEPT_PLANS = 64
+_KEPT_PLANS: Final = 64
 
 #: How a step is run: `Engine.infer`. The last says whether it belongs to what had begun before the server was about to
 #: end.

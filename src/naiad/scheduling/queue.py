@@ -23,6 +23,7 @@ import heapq
 from collections import deque
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
+from typing import Final
 
 from naiad.config.model_config import QueuePolicy
 from naiad.errors import Unavailable
@@ -83,12 +84,12 @@ class Empty:
 
 
 Decision = Batch | WaitUntil | Empty
-_EMPTY = Empty()
-_NEVER = 1 << 63
+_EMPTY: Final = Empty()
+_NEVER: Final = 1 << 63
 #: Levels in which nothing waits are forgotten from this number on.
-_KEPT_LEVELS = 64
+_KEPT_LEVELS: Final = 64
 #: In a longer level a call that is withdrawn leaves a gap.
-_SHORT = 64
+_SHORT: Final = 64
 
 
 class _Level:

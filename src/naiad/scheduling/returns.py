@@ -7,14 +7,16 @@ waits until as many are there as were answered and waited, but only for a small 
 some of the next chances are passed over, more each time: requests that come as they like lose next to nothing.
 """
 
+from typing import Final
+
 #: Shorter executions (ns) are not waited after: clients take longer than a share of them.
-WORTH_WAITING_NS = 20_000_000
+WORTH_WAITING_NS: Final = 20_000_000
 #: Of an execution's time, and at most (ns): how long after its end clients are waited for.
-_SHARE = 50
-_LONGEST_NS = 10_000_000
+_SHARE: Final = 50
+_LONGEST_NS: Final = 10_000_000
 #: Chances passed over at most. Even, as batches of few and of many may take turns: only after those of many is the wait
 #: long enough to end that.
-_MOST_PASSED_OVER = 62
+_MOST_PASSED_OVER: Final = 62
 
 
 class Returns:

@@ -22,7 +22,7 @@ and then in `finish`, or in the answer of `cancel`, `expired`, `lose` or `drain`
 import heapq
 from collections import OrderedDict, deque
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -30,7 +30,7 @@ from naiad.errors import InvalidArgument
 from naiad.scheduling.queue import Batch, Queued, RequestQueue, WaitUntil
 
 Key = int | str
-_NEVER = 1 << 63
+_NEVER: Final = 1 << 63
 
 
 class Sequence:

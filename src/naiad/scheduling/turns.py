@@ -4,6 +4,7 @@ import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from typing import Final
 
 from naiad.errors import NaiadError, Unavailable
 from naiad.instances.instance import ComputeTimes, Instance
@@ -13,7 +14,7 @@ from naiad.scheduling.scheduler import Call, FailureReason
 from naiad.statistics import BatchStatistics, ModelStatistics
 
 #: The text of a scheduler that takes no more calls.
-STOPPED = "Server is stopping, scheduler for model has stopped accepting new inference requests"
+STOPPED: Final = "Server is stopping, scheduler for model has stopped accepting new inference requests"
 
 
 class TurnScheduler(ABC):

@@ -6,8 +6,9 @@ Most requests of a model differ in nothing but three durations: what stands befo
 from collections.abc import Callable
 from functools import lru_cache
 from json.encoder import encode_basestring
+from typing import Final
 
-NAMES = (
+NAMES: Final = (
     "protocol",
     "model",
     "version",
@@ -21,9 +22,9 @@ NAMES = (
     "responses",
 )
 #: Durations below 10 ms have their texts ready.
-_READY = 10_000
+_READY: Final = 10_000
 #: The texts of so many models are kept.
-_MOST = 1024
+_MOST: Final = 1024
 
 
 @lru_cache(maxsize=1)

@@ -4,13 +4,14 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Final
 
 from naiad.statistics import Duration
 
 #: The window that quantiles look at, and how many steps it moves in.
-WINDOW_S = 60.0
-STEPS = 5
-_PER_OCTAVE = 64
+WINDOW_S: Final = 60.0
+STEPS: Final = 5
+_PER_OCTAVE: Final = 64
 
 
 class Sketch:
@@ -51,7 +52,7 @@ class Sketch:
             del self._steps[old]
 
 
-_ZERO = -(1 << 30)
+_ZERO: Final = -(1 << 30)
 
 
 def _bucket(value: float) -> int:

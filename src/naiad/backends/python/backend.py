@@ -10,7 +10,7 @@ import os
 import threading
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Final, Literal
 
 from mypy_extensions import mypyc_attr
 
@@ -33,14 +33,14 @@ from naiad.backends.python.sender import end, give_back, send_final
 from naiad.errors import Cancelled, Internal, NaiadError, Unsupported
 
 #: What model code may raise and must not bring the host down with. SystemExit is a model that calls `sys.exit`.
-_FAILURES = (Exception, SystemExit)
+_FAILURES: Final = (Exception, SystemExit)
 
-_NO_RESPONSE = (
+_NO_RESPONSE: Final = (
     "execute returned no response for a request. Return a list with an InferenceResponse for each request, or answer "
     "through request.get_response_sender()."
 )
 
-_KINDS = {"KIND_CPU": "CPU", "KIND_GPU": "GPU", "KIND_MODEL": "MODEL"}
+_KINDS: Final = {"KIND_CPU": "CPU", "KIND_GPU": "GPU", "KIND_MODEL": "MODEL"}
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from operator import index
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from mypy_extensions import mypyc_attr
@@ -24,8 +24,8 @@ from naiad.datatypes import DataType
 from naiad.errors import NaiadError
 from naiad.packed import pack_bytes, unpack_bytes
 
-REQUEST_RELEASE_ALL = 1
-REQUEST_RELEASE_RESCHEDULE = 2
+REQUEST_RELEASE_ALL: Final = 1
+REQUEST_RELEASE_RESCHEDULE: Final = 2
 
 
 class MemoryType(enum.IntEnum):

@@ -7,7 +7,7 @@ ends its request.
 import threading
 from functools import partial
 from operator import index
-from typing import Any
+from typing import Any, Final
 
 from naiad.backends.api import BackendRequest, BackendResponse
 from naiad.backends.python import dropped
@@ -15,12 +15,12 @@ from naiad.backends.python.failures import TritonModelException
 from naiad.backends.python.response import InferenceResponse, result
 from naiad.errors import Internal, NaiadError
 
-RESPONSE_COMPLETE_FINAL = 1
+RESPONSE_COMPLETE_FINAL: Final = 1
 
-_NO_RESPONSE = "The model let go of its response sender without sending a response."
+_NO_RESPONSE: Final = "The model let go of its response sender without sending a response."
 
 #: Guards the state of all senders; held for a few instructions, never while something is sent.
-_lock = threading.Lock()
+_lock: Final = threading.Lock()
 
 
 class InferenceResponseSender:

@@ -1,6 +1,6 @@
 """`pb_utils.Tensor`: a named array, or a tensor of another framework, on the CPU or a GPU."""
 
-from typing import Any
+from typing import Any, Final
 
 import ml_dtypes
 import numpy as np
@@ -13,11 +13,11 @@ from naiad.backends.python.failures import TritonModelException
 from naiad.backends.python.texts import text
 from naiad.datatypes import DataType
 
-_BF16 = np.dtype(ml_dtypes.bfloat16)
-_EMPTY_NAME = "Tensor name cannot be an empty string."
+_BF16: Final = np.dtype(ml_dtypes.bfloat16)
+_EMPTY_NAME: Final = "Tensor name cannot be an empty string."
 #: The dtypes an array is taken with as it is.
-_TAKEN = frozenset(datatype.numpy for datatype in DataType)
-_NOTHING: Array = np.empty(0)
+_TAKEN: Final = frozenset(datatype.numpy for datatype in DataType)
+_NOTHING: Final[Array] = np.empty(0)
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)

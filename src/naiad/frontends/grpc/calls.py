@@ -7,6 +7,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from functools import partial
+from typing import Final
 
 from naiad.datatypes import TakesLong
 from naiad.errors import Internal, NaiadError
@@ -19,7 +20,7 @@ from naiad.messages import InferResponse, Result
 from naiad.protocol.proto_codec import Reply, encode
 from naiad.protocol.served import ServedModel
 
-_LOGGER = logging.getLogger(__name__)
+_LOGGER: Final = logging.getLogger(__name__)
 
 
 class Tasks:

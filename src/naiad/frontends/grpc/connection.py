@@ -6,7 +6,7 @@ there is no thread to hand over to and no task per call. Numbers in parentheses 
 
 import asyncio
 from time import monotonic
-from typing import Any
+from typing import Any, Final
 
 from naiad.frontends.connections import OpenConnections
 from naiad.frontends.grpc.frames import (
@@ -54,25 +54,25 @@ from naiad.frontends.grpc.head import MAX_HEADER_LIST, Head, HeaderDecoder
 from naiad.frontends.grpc.stream import COPIED, WINDOW, Application, Message, Stream
 
 #: What a client may send before we have used it is no limit: what keeps a client waiting are its streams.
-_CONNECTION_WINDOW = 1 << 30
-_MAX_FRAME = 1 << 20
-_MAX_STREAMS = 1 << 16
+_CONNECTION_WINDOW: Final = 1 << 30
+_MAX_FRAME: Final = 1 << 20
+_MAX_STREAMS: Final = 1 << 16
 #: The block of a head, and its frames, may not be larger.
-_MAX_BLOCK = 64 * 1024
+_MAX_BLOCK: Final = 64 * 1024
 #: What one read of the socket may bring; shared by all connections, since a read is used up before the next.
-_scratch = memoryview(bytearray(256 * 1024))
+_scratch: Final = memoryview(bytearray(256 * 1024))
 #: What is left of a frame of data is received in place from this size on.
-_IN_PLACE = 32 * 1024
+_IN_PLACE: Final = 32 * 1024
 #: As many bytes of answers may wait in a connection's transport.
-_WRITE_LIMIT = 1 << 20
+_WRITE_LIMIT: Final = 1 << 20
 #: So long a client may still send after an error of its connection.
-_LINGER_S = 0.5
+_LINGER_S: Final = 0.5
 #: So many bytes of messages may wait for one who streams to take them.
-_HELD_BYTES = 1 << 20
+_HELD_BYTES: Final = 1 << 20
 #: Streams that we have ended before their client has, which may still send; so many of them.
-_KEPT_LEFT = 4096
+_KEPT_LEFT: Final = 4096
 #: Without calls, clients may ping as rarely as this, unless they may at any time.
-_IDLE_PING_INTERVAL_S = 7200.0
+_IDLE_PING_INTERVAL_S: Final = 7200.0
 
 
 class Limits:

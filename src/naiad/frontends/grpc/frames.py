@@ -42,13 +42,13 @@ MAX_FRAME_SIZE: Final = 5
 MAX_HEADER_LIST_SIZE: Final = 6
 
 #: Length and kind of a frame in one number, flags, stream.
-FRAME = Struct(">IBI")
+FRAME: Final = Struct(">IBI")
 FRAME_SIZE: Final = 9
-SETTING = Struct(">HI")
-NUMBER = Struct(">I")
-GOAWAY_START = Struct(">II")
+SETTING: Final = Struct(">HI")
+NUMBER: Final = Struct(">I")
+GOAWAY_START: Final = Struct(">II")
 #: What a message of gRPC begins with: whether it is compressed, and its length.
-PREFIX = Struct(">BI")
+PREFIX: Final = Struct(">BI")
 PREFIX_SIZE: Final = 5
 
 LARGEST_WINDOW: Final = 2**31 - 1

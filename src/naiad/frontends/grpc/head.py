@@ -7,31 +7,33 @@ Blocks of ours refer to nothing but the static table, so that they are the same 
 import base64
 import binascii
 import re
-from typing import Any
+from typing import Any, Final
 
 from hpack import Decoder, HPACKDecodingError
 
 #: The header list of a call may not be larger (RFC 9113, 6.5.2: with 32 bytes for each pair).
-MAX_HEADER_LIST = 64 * 1024
+MAX_HEADER_LIST: Final = 64 * 1024
 #: Blocks seen, up to this size and number, of each connection.
-_KEPT_BLOCK_SIZE = 1024
-_KEPT_BLOCKS = 256
+_KEPT_BLOCK_SIZE: Final = 1024
+_KEPT_BLOCKS: Final = 256
 #: A block that begins so changes the size of the table.
-_SIZE_UPDATE_MASK = 0xE0
-_SIZE_UPDATE = 0x20
+_SIZE_UPDATE_MASK: Final = 0xE0
+_SIZE_UPDATE: Final = 0x20
 
-_UNITS_S = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
-_MOST_TIMEOUT_DIGITS = 8
+_UNITS_S: Final = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
+_MOST_TIMEOUT_DIGITS: Final = 8
 #: What belongs to a connection of HTTP/1.1 makes a call of HTTP/2 malformed (RFC 9113, 8.2.2).
-_OF_CONNECTIONS = frozenset((b"connection", b"keep-alive", b"proxy-connection", b"transfer-encoding", b"upgrade"))
+_OF_CONNECTIONS: Final = frozenset(
+    (b"connection", b"keep-alive", b"proxy-connection", b"transfer-encoding", b"upgrade")
+)
 #: What is about the call itself is no metadata.
-_OF_CALLS = frozenset(
+_OF_CALLS: Final = frozenset(
     (b"te", b"content-type", b"content-length", b"grpc-encoding", b"grpc-accept-encoding", b"grpc-timeout")
 )
 
 #: What names and values are made of (8.2.1).
-_NAME = re.compile(rb"[!#$%&'*+\-.^_`|~0-9a-z]+")
-_VALUE = re.compile(rb"(?:[^\0\r\n\t ](?:[^\0\r\n]*[^\0\r\n\t ])?)?")
+_NAME: Final = re.compile(rb"[!#$%&'*+\-.^_`|~0-9a-z]+")
+_VALUE: Final = re.compile(rb"(?:[^\0\r\n\t ](?:[^\0\r\n]*[^\0\r\n\t ])?)?")
 
 Metadata = tuple[tuple[str, str | bytes], ...]
 
@@ -125,8 +127,8 @@ class Head:
             self.timeout_s = timeout_s
 
 
-_NEEDED_PSEUDO = frozenset((b":method", b":scheme", b":path"))
-_PSEUDO = frozenset((*_NEEDED_PSEUDO, b":authority"))
+_NEEDED_PSEUDO: Final = frozenset((b":method", b":scheme", b":path"))
+_PSEUDO: Final = frozenset((*_NEEDED_PSEUDO, b":authority"))
 
 
 def _timeout(text: str) -> float | None:
@@ -220,9 +222,9 @@ def literal(name: bytes, value: bytes) -> bytes:
 
 
 #: `:status: 200`, which the static table has, and the content type, whose name it has.
-HEAD = b"\x88\x0f\x10" + _string(b"application/grpc")
+HEAD: Final = b"\x88\x0f\x10" + _string(b"application/grpc")
 #: What an answer ends with that is no error.
-OK_TRAILERS = literal(b"grpc-status", b"0")
+OK_TRAILERS: Final = literal(b"grpc-status", b"0")
 
 
 def encoded_head(encoding: str) -> bytes:
@@ -249,7 +251,7 @@ def _percent_encoded(text: str) -> bytes:
     return b"".join([_PERCENT[byte] for byte in data])
 
 
-_PERCENT = [
+_PERCENT: Final = [
     bytes((byte,)) if 0x20 <= byte <= 0x7E and byte != 0x25 else b"%%%02X" % byte  # ' ' to '~' without '%'
     for byte in range(256)
 ]

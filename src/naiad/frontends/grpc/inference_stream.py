@@ -9,7 +9,7 @@ import asyncio
 import logging
 from collections import deque
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from naiad.datatypes import TakesLong
 from naiad.errors import Cancelled, Internal, NaiadError, ResourceExhausted, Unavailable
@@ -24,13 +24,13 @@ from naiad.protocol.proto_codec import Reply, encode_stream, encode_stream_end, 
 from naiad.protocol.regions import CopyingCall
 from naiad.protocol.served import ServedModel
 
-_LOGGER = logging.getLogger(__name__)
+_LOGGER: Final = logging.getLogger(__name__)
 
 #: With so many bytes of responses waiting for a client that does not read them, no more of its requests are begun.
-_OUTBOX_LIMIT = 1 << 20
+_OUTBOX_LIMIT: Final = 1 << 20
 #: With so many the stream is ended: its client reads too slowly, or not at all.
-MAX_BACKLOG = 1 << 30
-_REFUSED_AFTER_S = 0.1
+MAX_BACKLOG: Final = 1 << 30
+_REFUSED_AFTER_S: Final = 0.1
 
 
 class InferenceStream(Receiver):

@@ -2,7 +2,7 @@
 
 import importlib
 import importlib.util
-from typing import Any
+from typing import Any, Final
 
 from naiad.errors import Internal, InvalidArgument, NaiadError
 from naiad.frontends.grpc.calls import fail
@@ -10,7 +10,7 @@ from naiad.frontends.grpc.compression import decompress
 from naiad.frontends.grpc.head import OK_TRAILERS
 from naiad.frontends.grpc.stream import Message, Receiver, Stream
 
-PATH = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+PATH: Final = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 
 
 class Reflection:

@@ -4,7 +4,7 @@ import ssl
 from collections.abc import Callable
 from functools import partial
 from random import uniform
-from typing import Self
+from typing import Final, Self
 
 from naiad.errors import NaiadError, Unavailable
 from naiad.frontends.connections import OpenConnections
@@ -24,13 +24,13 @@ from naiad.frontends.tls import server_context
 from naiad.protocol.regions import Regions
 from naiad.telemetry.trace import TraceSettings
 
-_UNIMPLEMENTED = 12
-_INTERNAL = 13
-_METHOD_NOT_ALLOWED = 405
-_UNSUPPORTED_MEDIA_TYPE = 415
-_GRPC = "application/grpc"
+_UNIMPLEMENTED: Final = 12
+_INTERNAL: Final = 13
+_METHOD_NOT_ALLOWED: Final = 405
+_UNSUPPORTED_MEDIA_TYPE: Final = 415
+_GRPC: Final = "application/grpc"
 #: How far the age of connections varies, so that those of a moment do not all end in one.
-_AGE_JITTER = 0.1
+_AGE_JITTER: Final = 0.1
 
 #: What begins the calls of a path.
 Begin = Callable[[Stream], None]

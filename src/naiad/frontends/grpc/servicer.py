@@ -11,7 +11,7 @@ import time
 from asyncio import Task, ensure_future, get_running_loop, sleep, to_thread, wait
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from tritonclient.grpc import service_pb2 as pb
 
@@ -29,10 +29,10 @@ from naiad.statistics import ModelStatistics
 from naiad.telemetry.log import FORMATS
 from naiad.telemetry.trace import TraceSettings, off
 
-_LOGGER = logging.getLogger(__name__)
+_LOGGER: Final = logging.getLogger(__name__)
 
-SERVICE = "inference.GRPCInferenceService"
-HEALTH_SERVICE = "grpc.health.v1.Health"
+SERVICE: Final = "inference.GRPCInferenceService"
+HEALTH_SERVICE: Final = "grpc.health.v1.Health"
 
 Message = Any
 #: Pairs of key and value, in the order received; values are bytes for keys ending in -bin.
@@ -510,14 +510,14 @@ class Method:
 
 
 #: On the wire the same as grpc.health.v1.HealthCheckRequest: a string, which is not looked at.
-_HEALTH_CHECK_REQUEST = pb.SystemSharedMemoryStatusRequest
+_HEALTH_CHECK_REQUEST: Final = pb.SystemSharedMemoryStatusRequest
 #: grpc.health.v1.HealthCheckResponse with the status SERVING and NOT_SERVING.
-_SERVING = b"\x08\x01"
-_NOT_SERVING = b"\x08\x02"
+_SERVING: Final = b"\x08\x01"
+_NOT_SERVING: Final = b"\x08\x02"
 
-_TRACE_NUMBERS = frozenset(("trace_rate", "trace_count", "log_frequency"))
+_TRACE_NUMBERS: Final = frozenset(("trace_rate", "trace_count", "log_frequency"))
 #: Setting -> (the field its value must be in, the name of its type in error texts).
-_LOG_SETTINGS = {
+_LOG_SETTINGS: Final = {
     "log_info": ("bool_param", "boolean"),
     "log_warning": ("bool_param", "boolean"),
     "log_error": ("bool_param", "boolean"),

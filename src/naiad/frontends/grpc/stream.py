@@ -13,7 +13,7 @@ and that answers end with trailers; knows nothing of methods.
 import asyncio
 from collections import deque
 from struct import Struct
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -35,22 +35,22 @@ if TYPE_CHECKING:
     from naiad.frontends.grpc.connection import Connection
 
 #: What a client may send of a stream before we have used it. Only who streams ever waits for that.
-WINDOW = 16 << 20
+WINDOW: Final = 16 << 20
 #: gRPC's own limit of a message.
-MAX_MESSAGE = 2**31 - 1
+MAX_MESSAGE: Final = 2**31 - 1
 #: Messages larger than this get their memory as they come.
-_AT_ONCE = 64 << 20
+_AT_ONCE: Final = 64 << 20
 #: Answers from this size on are written piece by piece, not copied.
-COPIED = 32 * 1024
+COPIED: Final = 32 * 1024
 #: What an answer that is one message begins with: a frame of headers, and the beginning of one of data.
-_ANSWER = Struct(f">IBI{len(heads.HEAD)}sIBIBI")
-_HEAD_KIND = len(heads.HEAD) << 8 | HEADERS
-_TRAILERS_KIND = len(heads.OK_TRAILERS) << 8 | HEADERS
+_ANSWER: Final = Struct(f">IBI{len(heads.HEAD)}sIBIBI")
+_HEAD_KIND: Final = len(heads.HEAD) << 8 | HEADERS
+_TRAILERS_KIND: Final = len(heads.OK_TRAILERS) << 8 | HEADERS
 
 # Status codes of gRPC.
-_DEADLINE_EXCEEDED = 4
-_RESOURCE_EXHAUSTED = 8
-_INTERNAL = 13
+_DEADLINE_EXCEEDED: Final = 4
+_RESOURCE_EXHAUSTED: Final = 8
+_INTERNAL: Final = 13
 
 Message = bytes | memoryview
 

@@ -3,7 +3,7 @@
 import logging
 import ssl
 from collections.abc import Coroutine
-from typing import Any
+from typing import Any, Final
 
 from naiad.errors import Internal, NaiadError
 from naiad.frontends.http.connection import ConnectionClosed, Exchange
@@ -24,8 +24,8 @@ from naiad.telemetry.trace import TraceSettings
 
 logger = logging.getLogger(__name__)
 
-_NOT_FOUND = error_document("Not Found")
-_METHOD_NOT_ALLOWED = error_document("Method Not Allowed")
+_NOT_FOUND: Final = error_document("Not Found")
+_METHOD_NOT_ALLOWED: Final = error_document("Method Not Allowed")
 
 
 class HttpFrontend(Service):

@@ -13,7 +13,7 @@ import enum
 import select
 from collections.abc import Callable
 from http import HTTPStatus
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import httptools
 import numpy as np
@@ -23,26 +23,26 @@ from naiad.frontends.http.head import Chunks, Head, RequestHeaders
 from naiad.protocol.json_text import error_document
 
 #: What one read of the socket may bring; shared by all connections, since a read is used up before the next.
-_SCRATCH_SIZE = 256 * 1024
-_scratch = memoryview(bytearray(_SCRATCH_SIZE))
+_SCRATCH_SIZE: Final = 256 * 1024
+_scratch: Final = memoryview(bytearray(_SCRATCH_SIZE))
 #: The head of a request may not be larger.
-MAX_HEAD = 64 * 1024
+MAX_HEAD: Final = 64 * 1024
 #: Bodies from this size on are received in place.
-_IN_PLACE = 32 * 1024
+_IN_PLACE: Final = 32 * 1024
 #: No body may be larger: gRPC's limit, and some room for JSON.
-MAX_BODY = 4 << 30
+MAX_BODY: Final = 4 << 30
 #: A refused body that is no larger than this is read and dropped, so that the connection can go on; and so that its
 #: client, which may still be sending, gets to read why: what comes to a closed connection takes the answer away.
-_MAX_DROPPED = 64 << 20
+_MAX_DROPPED: Final = 64 << 20
 #: So many chunks a body may have, and another one for each KiB: each takes some memory besides.
-MAX_CHUNKS = 65536
-_LARGE_CHUNK = 1024
+MAX_CHUNKS: Final = 65536
+_LARGE_CHUNK: Final = 1024
 #: Bodies larger than this get their memory as they come.
-_AT_ONCE = 64 << 20
-_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+_AT_ONCE: Final = 64 << 20
+_CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 #: How soon a client that sends no more is looked at, then after twice as long each time, and when for the last time.
-_FIRST_LOOK_S = 0.01
-_LAST_LOOK_S = 2.0
+_FIRST_LOOK_S: Final = 0.01
+_LAST_LOOK_S: Final = 2.0
 
 Headers = list[tuple[str, str]]
 
@@ -52,8 +52,8 @@ class ConnectionClosed(Exception):
 
 
 #: Heads seen, up to this size and number.
-_KEPT_HEAD_SIZE = 1024
-_KEPT_HEADS = 1024
+_KEPT_HEAD_SIZE: Final = 1024
+_KEPT_HEADS: Final = 1024
 
 
 class Stream:
@@ -181,7 +181,7 @@ class Application(Protocol):
         """The body is there too. Must not raise; replies now or later."""
 
 
-_heads: dict[tuple[int, tuple[tuple[str, str], ...]], bytes] = {}
+_heads: Final[dict[tuple[int, tuple[tuple[str, str], ...]], bytes]] = {}
 
 
 def _head(status: int, headers: Headers) -> bytes:

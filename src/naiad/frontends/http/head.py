@@ -2,14 +2,14 @@
 
 import re
 from contextlib import suppress
-from typing import Any
+from typing import Any, Final
 
 import httptools
 
-_METHOD = re.compile(rb"[A-Z]+(?= )")
-_CHUNK_SIZE = re.compile(rb"([0-9A-Fa-f]{1,16})(?:;[^\r\n]*)?")
+_METHOD: Final = re.compile(rb"[A-Z]+(?= )")
+_CHUNK_SIZE: Final = re.compile(rb"([0-9A-Fa-f]{1,16})(?:;[^\r\n]*)?")
 #: Of a line with the size of a chunk and its extensions, or of a trailer.
-_LONGEST_LINE = 16 * 1024
+_LONGEST_LINE: Final = 16 * 1024
 
 
 class RequestHeaders:

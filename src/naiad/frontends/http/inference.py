@@ -9,7 +9,7 @@ import logging
 import re
 import time
 from collections.abc import Coroutine, Mapping
-from typing import Any, Never, Protocol
+from typing import Any, Final, Never, Protocol
 
 from naiad.datatypes import LARGE
 from naiad.errors import Internal, InvalidArgument, NaiadError, NotFound, Unsupported
@@ -37,8 +37,8 @@ logger = logging.getLogger(__name__)
 
 #: A request, how to answer it, and its way to the regions where there are any.
 Decoded = tuple[InferRequest, OutputPlan, RegionUse | None]
-_DECOUPLED = "HTTP end point doesn't support models with decoupled transaction policy"
-UNKNOWN_ENCODING: Headers = [*PLAIN, ("accept-encoding", "gzip, deflate")]
+_DECOUPLED: Final = "HTTP end point doesn't support models with decoupled transaction policy"
+UNKNOWN_ENCODING: Final[Headers] = [*PLAIN, ("accept-encoding", "gzip, deflate")]
 
 
 class Cancellable(Protocol):
@@ -316,7 +316,7 @@ def output_regions(plan: OutputPlan, use: RegionUse | None) -> dict[str, RegionO
     return regions
 
 
-_NO_REGIONS: dict[str, RegionOutput] = {}
+_NO_REGIONS: Final[dict[str, RegionOutput]] = {}
 
 
 def _no_region(name: str, offset: int, byte_size: int) -> Never:

@@ -13,7 +13,7 @@ import os
 import socket
 import time
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import msgspec
 from tritonclient.grpc.model_config_pb2 import ModelConfig as Proto
@@ -50,13 +50,13 @@ from naiad.protocol.served import ServedModel
 from naiad.telemetry.log import Level, Log
 from naiad.telemetry.trace import Header, TraceSettings, Values
 
-_LOGGER = logging.getLogger(__name__)
-_decoder: msgspec.msgpack.Decoder[ToFrontend] = msgspec.msgpack.Decoder(ToFrontend)
+_LOGGER: Final = logging.getLogger(__name__)
+_decoder: Final[msgspec.msgpack.Decoder[ToFrontend]] = msgspec.msgpack.Decoder(ToFrontend)
 #: What a client may say of a trace that its request is a part of (W3C).
-_TRACE_HEADERS = ("traceparent", "tracestate")
+_TRACE_HEADERS: Final = ("traceparent", "tracestate")
 
 
-_LOST = "the server has ended"
+_LOST: Final = "the server has ended"
 
 
 class _KnownVersions:
