@@ -43,6 +43,7 @@ class Engine:
     def __init__(self, manager: ModelManager, *, server_id: str = "triton", strict_readiness: bool = True) -> None:
         self._manager = manager
         self._table = manager.table
+        self._records = self._table.records
         self._metadata = ServerMetadata(server_id, __version__, EXTENSIONS)
         self._strict_readiness = strict_readiness
         self._started = False
@@ -101,6 +102,9 @@ class Engine:
 
     def model(self, name: str, version: int = -1) -> Model:
         """The loaded version; -1 is the newest. Raises NotFound or Unavailable."""
+        if version < 0 and (record := self._records.get(name)) is not None and record.latest is not None:
+            # What most ask for, without a call of code that is not compiled.
+            return record.latest
         return self._table.lookup(name, version)
 
     def infer(
@@ -117,7 +121,7 @@ class Engine:
         it, `checked` for those who have had the request checked. `admitted` are requests of what had begun before the
         server was about to end. `progress` is kept up to date until the turn of the loop in which the call ends is over."""
         if model is None:
-            model = self._table.lookup(request.model_name, request.model_version)
+            model = self.model(request.model_name, request.model_version)
         try:
             request, rows, signature = model.check(request) if checked is None else checked.result()
         except BrokenContents as error:

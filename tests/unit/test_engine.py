@@ -35,7 +35,7 @@ def test_a_request_that_is_not_taken_holds_no_lease(error: Exception) -> None:
         lease=lambda: leases.append(1),
         release=lambda: leases.append(-1),
     )
-    manager: Any = SimpleNamespace(table=SimpleNamespace(lookup=lambda name, version: model))
+    manager: Any = SimpleNamespace(table=SimpleNamespace(records={}, lookup=lambda name, version: model))
     with pytest.raises(type(error)):
         Engine(manager).infer(InferRequest("m", ()), SimpleNamespace())  # type: ignore[arg-type]
     assert leases == [1, -1]
@@ -81,7 +81,7 @@ def test_a_server_that_is_about_to_end_takes_what_goes_on_with_something(refuses
 
 def test_what_a_model_asks_for_goes_on_while_it_has_requests() -> None:
     models = [SimpleNamespace(name="m", version=version, in_flight=version - 1) for version in (1, 2)]
-    engine = Engine(SimpleNamespace(table=SimpleNamespace(models=lambda: models)))  # type: ignore[arg-type]
+    engine = Engine(SimpleNamespace(table=SimpleNamespace(records={}, models=lambda: models)))  # type: ignore[arg-type]
     asked = [("m", 1), ("m", 2), ("gone", 2)]
     assert [engine.goes_on(*each) for each in asked] == [True, True, True]
     engine.exiting()
@@ -180,7 +180,7 @@ class SlowModel:
         self.leases -= 1
 
     def engine(self) -> Engine:
-        manager: Any = SimpleNamespace(table=SimpleNamespace(lookup=lambda name, version: self))
+        manager: Any = SimpleNamespace(table=SimpleNamespace(records={}, lookup=lambda name, version: self))
         return Engine(manager)
 
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from naiad import packed as packed_module
 from naiad.datatypes import AT_ONCE
 from naiad.errors import InvalidArgument
 from naiad.packed import count_elements, pack_bytes, pack_texts, unpack_bytes, unpack_elements, unpack_texts
@@ -97,3 +98,17 @@ def test_the_number_of_elements_is_that_of_the_shape(shape: tuple[int, ...], cou
 )
 def test_other_elements(elements: Any, wanted: list[bytes]) -> None:
     assert pack_bytes(elements) == packed(wanted)
+
+
+def test_others_run_while_elements_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr(packed_module, "sleep", pauses.append)
+    large = packed([b"x" * 1_000_000] * 10)
+    assert count_elements(large) == 10
+    assert len(pauses) >= 3
+    pauses.clear()
+    assert count_elements(bytes(10_000_000)) == 2_500_000
+    assert len(pauses) >= 3
+    pauses.clear()
+    assert count_elements(packed([b"x" * 10] * 10_000)) == 10_000
+    assert pauses == []

@@ -22,8 +22,6 @@ from naiad.telemetry.trace import TraceSettings
 
 #: So many objects more than before make the garbage collector look at the youngest.
 _GC_THRESHOLD = 20_000
-#: So much memory of freed tensors is kept for the next ones.
-_KEPT_MEMORY = 64 << 20
 #: Unless more are asked for.
 _MOST_TEXT_PROCESSES = 4
 
@@ -34,7 +32,7 @@ def settle() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(_GC_THRESHOLD)
-    heap.keep(_KEPT_MEMORY)
+    heap.keep()
 
 
 class HttpService(Protocol):

@@ -55,7 +55,6 @@ _control_decoder: msgspec.msgpack.Decoder[ToHost] = msgspec.msgpack.Decoder(ToHo
 _execute_decoder = msgspec.msgpack.Decoder(Execute)
 _answer_decoder: msgspec.msgpack.Decoder[Answer[msgspec.Raw]] = msgspec.msgpack.Decoder(Answer[msgspec.Raw])
 
-
 #: So much memory of freed tensors is kept for those of the next batch.
 _KEPT_MEMORY = 256 << 20
 _heap = heap.Heap(_KEPT_MEMORY)
@@ -425,6 +424,7 @@ class Host:
             except BaseException as error:
                 text = f"closing instance '{spec.name}' failed: {text_of(error)}"
                 self.send(Log(frame.model, "ERROR", text, __file__, 0))
+            _heap.leave()
             # Model code may have closed it, or put what it likes in its place.
             with contextlib.suppress(Exception):
                 sys.stdout.flush()
@@ -454,6 +454,7 @@ def _default_signals() -> None:
 def main(control: socket.socket, backend: type[Any], exclusive: bool, busy_poll: BusyPoll) -> None:
     """Serves the control socket until it ends; does not return."""
     os.register_at_fork(after_in_child=_default_signals)
+    os.register_at_fork(after_in_child=_heap.forked)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     host = Host(control, backend, exclusive, busy_poll)

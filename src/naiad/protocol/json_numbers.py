@@ -27,9 +27,9 @@ _DEEPEST: Final = 16
 _MOST_MEMBERS: Final = 16
 #: So many strings or booleans may be beside the numbers: orjson reads them as fast.
 _MOST_OTHERS: Final = 1024
-#: More quotes than around the data of an input, in so many bytes, are those of strings.
+#: More quotes than around the data of an input, in so many bytes at each quarter, are those of strings.
 _SAMPLE: Final = 1024
-_MANY_QUOTES: Final = 32
+_MANY_QUOTES: Final = 16
 
 _free: Final[list[simdjson.Parser]] = []
 
@@ -48,7 +48,8 @@ def parse_numbers(text: Buffer) -> dict[str, Any] | None:
     size = len(text)
     if size < _LONG or text[0] != 0x7B:
         return None
-    if bytes(text[size // 2 : size // 2 + _SAMPLE]).count(b'"') > _MANY_QUOTES:
+    quarter = size // 4
+    if all(bytes(text[at : at + _SAMPLE]).count(b'"') > _MANY_QUOTES for at in (quarter, 2 * quarter, 3 * quarter)):
         return None
     document: dict[str, Any] | None = _parsed(text, _document)
     return document

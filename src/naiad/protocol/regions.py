@@ -227,9 +227,8 @@ class Regions:
         self._directory = directory
         self._limit = limit
         self._regions: dict[str, _Region] = {}
-
-    def __len__(self) -> int:
-        return len(self._regions)
+        #: What is registered now.
+        self.names = self._regions.keys()
 
     def register_system(self, name: str, key: str, offset: int, byte_size: int, local: bool = True) -> None:
         """Registers `byte_size` bytes from `offset` on of the POSIX shared memory object `key`."""

@@ -134,7 +134,6 @@ class DynamicScheduler(TurnScheduler):
         self._statistics.pending += 1
         if self._order is not None:
             self._order.expect(call)
-        self._idle.clear()
         self._ask()
 
     def withdraw(self, call: Call) -> None:
@@ -224,7 +223,7 @@ class DynamicScheduler(TurnScheduler):
             break
         if len(queue) and wake_ns is not None:
             self._timer = self._loop.call_later(max(0, wake_ns - time.monotonic_ns()) / 1e9, self._ask)
-        if self._idle_now():
+        if self._closed and self._idle_now():
             self._idle.set()
 
     def _execute(self, batch: Batch, instance: Instance) -> None:

@@ -175,7 +175,6 @@ class SequenceScheduler(TurnScheduler):
             )
         call.execution = step
         self._statistics.pending += 1
-        self._idle.clear()
         self._ask()
 
     def withdraw(self, call: Call) -> None:
@@ -245,7 +244,7 @@ class SequenceScheduler(TurnScheduler):
             if len(slots) and (error := self._unavailable(self._instances.values())) is not None:
                 self._refuse(slots.drain(), error)
         self._wake_at(wake_ns)
-        if self._idle_now():
+        if self._closed and self._idle_now():
             self._idle.set()
 
     def _wake_at(self, wake_ns: int | None) -> None:

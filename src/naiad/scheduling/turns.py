@@ -39,8 +39,8 @@ class TurnScheduler(ABC):
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
         self._running = 0
+        #: For `close`: nothing waits or runs any more.
         self._idle = asyncio.Event()
-        self._idle.set()
         for instance in instances:
             instance.on_change = self._ask
 
@@ -70,16 +70,15 @@ class TurnScheduler(ABC):
 
     @abstractmethod
     def _decide(self) -> None:
-        """Hands to the instances what may run now, and sets `_idle` when nothing waits or runs."""
+        """Hands to the instances what may run now, and sets `_idle` when that was the last."""
 
     async def close(self) -> None:
         """Refuses what is new; returns when every call has been handed to an instance and executed."""
         self._closed = True
-        if self._idle_now():
-            self._idle.set()
-        else:
+        if not self._idle_now():
+            self._idle.clear()
             self._ask()
-        await self._idle.wait()
+            await self._idle.wait()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -12,8 +12,7 @@ import pytest
 from naiad.instances import heap
 from naiad.instances.heap import LONG_NS, REST_NS, Heap
 
-#: Executes batches with 96 MB of intermediate tensors in a thread, prints page faults per batch before and after they are
-#: known to be long, then the memory (MB) that is left while it works and when it rests.
+#: Executes batches in a thread; what it prints are page faults per batch and, in MB, the memory that is left.
 PROGRAM = """
 import resource, threading
 import numpy as np
@@ -22,33 +21,38 @@ from naiad.instances import heap
 now = 0
 kept = heap.Heap(256 << 20, clock=lambda: now)
 
-def faults():
-    return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+def left():
+    return (int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize() >> 20) - before
 
-def resident():
-    return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize() >> 20
+def faults(count, size, duration_ns):
+    begin = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+    for _ in range(8):
+        tensors = [np.ones(size, np.uint8) for _ in range(count)]
+        del tensors
+        kept.used(now - duration_ns, now)
+        kept.trim_unused()
+    return (resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - begin) // 8
 
-def batch():
-    tensors = [np.ones(4 << 20, np.uint8) for _ in range(24)]
-
+before = 0
+before = left()
 def batches():
     global now
-    before = resident()
-    counts = []
-    for _ in range(2):
-        batch()
-        begin = faults()
-        for _ in range(4):
-            batch()
-        counts.append((faults() - begin) // 4)
-        kept.used(0, heap.LONG_NS)
-        kept.trim_unused()
-    now = heap.LONG_NS + heap.REST_NS - 1
+    faults(24, 4 << 20, 0)
+    print(faults(24, 4 << 20, 0))
+    faults(24, 4 << 20, heap.LONG_NS)
+    print(faults(24, 4 << 20, heap.LONG_NS))
+    now += heap.REST_NS - 1
     kept.trim_unused()
-    working = resident() - before
+    print(left())
     now += 1
     kept.trim_unused()
-    print(*counts, working, resident() - before)
+    print(left())
+    faults(1, 300_000, 0)
+    print(faults(1, 300_000, 0))
+    faults(24, 4 << 20, heap.LONG_NS)
+    print(left())
+    kept.leave()
+    print(left())
 
 thread = threading.Thread(target=batches)
 thread.start()
@@ -65,19 +69,29 @@ def measured(**variables: str) -> list[int]:
 
 
 @glibc_only
-def test_memory_of_a_thread_stays_while_it_works_and_goes_when_it_rests() -> None:
-    unknown, known, working, resting = measured()
-    assert unknown > 1_000
-    assert known < 100
+def test_memory_of_a_thread_stays_while_it_works_and_goes_when_it_rests_or_ends() -> None:
+    unknown, known, working, resting, short_ones, working_again, after = measured()
+    assert unknown > 200
+    assert known < 20
     assert working > 80
     assert resting < 20
+    assert short_ones < 10
+    assert working_again > 80
+    assert after < 20
 
 
 @glibc_only
-@pytest.mark.parametrize("variable", ["MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_"])
-def test_what_the_environment_wants_counts(variable: str) -> None:
-    unknown, known, _, _ = measured(**{variable: "131072"})
-    assert min(unknown, known) > 1_000
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("MALLOC_TRIM_THRESHOLD_", "131072"),
+        ("MALLOC_MMAP_THRESHOLD_", "131072"),
+        ("MALLOC_TOP_PAD_", "131072"),
+        ("GLIBC_TUNABLES", "glibc.malloc.trim_threshold=131072"),
+    ],
+)
+def test_what_the_environment_wants_counts(variable: str, value: str) -> None:
+    assert min(measured(**{variable: value})[:2]) > 1_000
 
 
 class Clock:
@@ -91,7 +105,8 @@ class Clock:
 def given_back(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The threads that have given back."""
     threads: list[int] = []
-    monkeypatch.setattr(heap, "keep", lambda size, heap_parts: True)
+    monkeypatch.setattr(heap, "_libc", object())
+    monkeypatch.setattr(heap, "_keep_all", lambda size: None)
     monkeypatch.setattr(heap, "_give_back", lambda: threads.append(threading.get_ident()))
     return threads
 
@@ -132,3 +147,23 @@ def test_each_thread_gives_back_once_when_none_has_worked_for_a_while(given_back
         clock.now += REST_NS
         assert not trim(one)
         assert given_back[2] == given_back[1]
+
+
+def test_a_forked_process_gives_back_what_its_parent_keeps(given_back: list[int]) -> None:
+    clock = Clock()
+    kept = Heap(1, clock)
+    kept.forked()
+    assert given_back == []
+    with ThreadPoolExecutor(1) as other:
+        other.submit(kept.used, clock.now - LONG_NS, clock.now).result()
+    kept.forked()
+    kept.forked()
+    assert given_back == [threading.get_ident()]
+
+
+def test_where_malloc_is_another_one_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heap, "_libc", None)
+    heap.keep()
+    kept = Heap(1)
+    kept.used(0, LONG_NS)
+    assert not kept.trim_unused()

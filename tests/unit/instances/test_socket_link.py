@@ -5,13 +5,16 @@ import socket
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from naiad.backends.api import ArrayBackend, InstanceContext, ModelContext
 from naiad.instances import arena
+from naiad.instances import host as host_module
 from naiad.instances.busy_poll import BusyPoll
 from naiad.instances.channel import BlockingChannel
 from naiad.instances.execution import RequestExecution, Signature
 from naiad.instances.frames import Execute, InstanceSpec, Load, Reply, Results, Source, Target, VersionSpec
+from naiad.instances.heap import Heap
 from naiad.instances.host import Host, SocketLink
 from tests.unit.instances.test_returned_results import CONFIG, Model, answer, f4
 
@@ -156,3 +159,24 @@ def test_a_host_knows_which_of_its_threads_execute() -> None:
     assert not host._shared
     control.close()
     theirs.close()
+
+
+def test_long_batches_are_what_memory_is_kept_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    heap = Heap(1)
+    used: list[tuple[int, int]] = []
+    trimmed: list[bool] = []
+    monkeypatch.setattr(heap, "used", lambda begin_ns, end_ns: used.append((begin_ns, end_ns)))
+    monkeypatch.setattr(heap, "trim_unused", lambda: trimmed.append(True))
+    monkeypatch.setattr(host_module, "_heap", heap)
+    server, mine = socket.socketpair()
+    fds = [arena.create("test", SIZE) for _ in range(2)]
+    link = SocketLink(mine, *fds, BusyPoll(0), end=print)
+    link.send(Results(1, None, None, None, (1, 2, 3, 4), 0), None)
+    link.send(Results(1, None, None, None, None, 0), None)
+    assert used == [(1, 4)]
+    server.close()
+    assert link.receive() is None
+    assert trimmed == [True]
+    link.close()
+    for fd in fds:
+        os.close(fd)

@@ -61,7 +61,7 @@ def test_regions_are_listed_by_name(regions: Regions) -> None:
         regions.register_system(name, "/small", 0, 8)
     assert [name for name, *_ in regions.status_system()] == ["a", "b", "c"]
     regions.unregister_system("")
-    assert len(regions) == 0
+    assert not regions.names
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,7 @@ async def test_regions_in_use_are_not_unregistered_before_the_last_result(region
     running.send(None, True)
     assert sink.results == [(None, False), (None, True)]
     regions.unregister_system()
-    assert len(regions) == 0
+    assert not regions.names
 
 
 def test_regions_are_free_again_when_an_inference_is_refused_or_its_result_cannot_be_sent(regions: Regions) -> None:
@@ -259,7 +259,7 @@ def test_regions_are_free_again_when_an_inference_is_refused_or_its_result_canno
     with pytest.raises(OSError, match="gone"):
         use.during(lambda request, sink, model: sink.send(None, True), REQUEST, Broken())
     regions.unregister_system("r")
-    assert len(regions) == 0
+    assert not regions.names
 
 
 def test_a_request_that_uses_no_region_is_passed_on_as_it_is(regions: Regions) -> None:

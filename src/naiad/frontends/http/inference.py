@@ -8,7 +8,7 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, KeysView, Mapping
 from typing import Any, Final, Never, Protocol
 
 from naiad.datatypes import LARGE
@@ -182,6 +182,7 @@ class Inference:
         self._engine_model = engine.model
         self._engine_infer = engine.infer
         self._regions = regions
+        self._registered: KeysView[str] | tuple[()] = () if regions is None else regions.names
         self._forwarding = forwarding
         self._max_input_size = max_input_size
         self.traces = off() if traces is None else traces
@@ -274,7 +275,7 @@ class Inference:
         use = None
         if json_size == 0:
             request, plan = decode_raw_request(body, model.config, version, forwarded, limit)
-        elif not self._regions:
+        elif self._regions is None or not self._registered:
             request, plan = decode_request(body, json_size, model.name, version, _no_region, forwarded, limit, read)
         else:
             use = RegionUse(self._regions, is_local_peer(exchange.client))

@@ -557,7 +557,7 @@ async def test_the_uses_of_a_front_end_end_with_it(shm: Any) -> None:
     async with asyncio.timeout(30):
         await both.engine.calls[0].cancelled.wait()
     both.regions.unregister_system("region")
-    assert len(both.regions) == 0
+    assert not both.regions.names
 
 
 async def test_memory_on_a_gpu_is_open_at_the_front_end_when_that_says_so(both: Both, cuda: FakeCuda) -> None:
@@ -590,9 +590,9 @@ async def test_memory_on_a_gpu_that_a_front_end_cannot_open_is_refused(both: Bot
     assert known.failure is not None
     assert known.failure.message == "failed to register shared memory region: invalid args"
     both.regions.refused(known.change)
-    assert len(both.regions) == 0
+    assert not both.regions.names
     await both.overseer.settled(0)
-    assert len(both.connection.regions) == 0
+    assert not both.connection.regions.names
 
 
 # ---------------------------------------------------------------- traces
