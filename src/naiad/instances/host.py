@@ -424,10 +424,11 @@ class Host:
             except BaseException as error:
                 text = f"closing instance '{spec.name}' failed: {text_of(error)}"
                 self.send(Log(frame.model, "ERROR", text, __file__, 0))
-            _heap.leave()
             # Model code may have closed it, or put what it likes in its place.
             with contextlib.suppress(Exception):
                 sys.stdout.flush()
+            del target
+            _heap.leave()
 
     def _close(self, link: SocketLink | BlockingChannel[Answer[msgspec.Raw]]) -> None:
         self._links.discard(link)

@@ -2,6 +2,7 @@
 
 import os
 import socket
+import threading
 from pathlib import Path
 
 import msgspec
@@ -124,7 +125,9 @@ class Nothing(ArrayBackend):
         pass
 
 
-def test_a_host_knows_which_of_its_threads_execute() -> None:
+def test_a_host_knows_which_of_its_threads_execute(monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[int] = []
+    monkeypatch.setattr(host_module._heap, "leave", lambda: left.append(threading.get_ident()))
     control, theirs = socket.socketpair()
     replies = BlockingChannel(control, msgspec.msgpack.Decoder(Reply))
     busy_poll = BusyPoll(1)
@@ -152,10 +155,12 @@ def test_a_host_knows_which_of_its_threads_execute() -> None:
     assert len(busy_poll.executing) == 3
     unload(1, two)
     assert len(busy_poll.executing) == 1
+    assert len(left) == 2
     # What instances share goes with the last of them.
     assert list(host._shared) == [7]
     unload(2, one)
     assert len(busy_poll.executing) == 0
+    assert len(left) == 3
     assert not host._shared
     control.close()
     theirs.close()
