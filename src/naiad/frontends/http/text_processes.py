@@ -284,6 +284,8 @@ class _Place:
         self._change = None
 
     async def ended(self) -> None:
+        # One that was starting a moment ago may be there now.
+        self.give_back()
         while self._change is not None:
             await self._change
             self.give_back()

@@ -311,6 +311,16 @@ class TestProcesses:
             await first
             assert await made.run(lambda _: 5) == 5
 
+    async def test_one_that_is_there_right_when_all_are_to_end_ends_too(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        async def at_once(work: Callable[[], Any]) -> Any:
+            return work()
+
+        monkeypatch.setattr(asyncio, "to_thread", at_once)
+        async with processes(1) as made:
+            [place] = made._places
+            place.texts(start=True)
+            assert made.pids == []
+
     async def test_one_that_dies_is_started_again_and_without_work_not_for_ever(
         self, caplog: pytest.LogCaptureFixture
     ) -> None:
