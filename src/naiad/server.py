@@ -47,7 +47,7 @@ from naiad.protocol.regions import Regions
 from naiad.repository.watcher import changes
 from naiad.scheduling.cache import LocalStore, Store, families, store_of
 from naiad.scheduling.rate_limit import RateLimiter
-from naiad.scheduling.scheduler import Call
+from naiad.scheduling.scheduler import Call, Progress
 from naiad.telemetry.gpus import gpus
 from naiad.telemetry.log import Log, bridge
 from naiad.telemetry.metrics import Metrics, MetricsSettings, ModelSeries
@@ -327,8 +327,8 @@ class Server:
         )
         self._sources = sources
 
-        def infer(request: InferRequest, sink: ResponseSink, model: Model, admitted: bool) -> Call:
-            return self.engine.infer(request, sink, model, admitted=admitted)
+        def infer(request: InferRequest, sink: ResponseSink, model: Model, admitted: bool, progress: Progress) -> Call:
+            return self.engine.infer(request, sink, model, admitted=admitted, progress=progress)
 
         def lookup(name: str, version: int) -> Model:
             return self.engine.model(name, version)

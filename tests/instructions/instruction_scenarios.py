@@ -77,7 +77,7 @@ from naiad.protocol.regions import Regions  # noqa: E402
 from naiad.scheduling.dynamic import DynamicScheduler  # noqa: E402
 from naiad.scheduling.ensemble import EnsembleScheduler, members_of  # noqa: E402
 from naiad.scheduling.queue import RequestQueue  # noqa: E402
-from naiad.scheduling.scheduler import Call  # noqa: E402
+from naiad.scheduling.scheduler import Call, Progress  # noqa: E402
 from naiad.statistics import ModelStatistics  # noqa: E402
 from naiad.telemetry.log import Log  # noqa: E402
 
@@ -294,18 +294,19 @@ def ensemble() -> Once:
     asked: list[ResponseSink] = []
     lease = _Lease()
 
-    def infer(request: InferRequest, sink: ResponseSink, admitted: bool) -> Call:
+    def infer(request: InferRequest, sink: ResponseSink, admitted: bool, progress: Progress) -> Call:
         asked.append(sink)
         return Call(request, 1, None, sink, lease, runner)
 
     runner = EnsembleScheduler(config, 1, members, lease.statistics, infer, _fail)
 
-    def once() -> None:
+    async def once() -> None:
         call = Call(REQUEST, 1, None, _Sink(), lease, runner)
         runner.submit(call)
         for _ in members:
             asked.pop().send(RESPONSE, True)
         assert call.ended
+        await turn()
 
     return once
 

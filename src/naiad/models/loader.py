@@ -26,7 +26,7 @@ from naiad.scheduling.dynamic import DynamicScheduler
 from naiad.scheduling.ensemble import EnsembleScheduler, members_of
 from naiad.scheduling.queue import RequestQueue
 from naiad.scheduling.rate_limit import NoLimiter, RateLimiter
-from naiad.scheduling.scheduler import Call, Scheduler
+from naiad.scheduling.scheduler import Call, Progress, Scheduler
 from naiad.scheduling.sequence import SequenceScheduler
 from naiad.scheduling.states import read_initial_states
 from naiad.statistics import InferStatistics, ModelStatistics
@@ -44,7 +44,7 @@ class ModelLoader:
         auto_complete: bool,
         backend_settings: Callable[[str], Mapping[str, str]],
         infer_statistics: Callable[[], InferStatistics],
-        infer: Callable[[InferRequest, ResponseSink, Model, bool], Call],
+        infer: Callable[[InferRequest, ResponseSink, Model, bool, Progress], Call],
         lookup: Callable[[str, int], Model],
         environments: Environments,
         backend_directory: Path,
@@ -208,8 +208,9 @@ class ModelLoader:
         models: dict[str, ModelConfig] = {}
         labels: dict[str, list[str]] = {}
 
-        def infer(request: InferRequest, sink: ResponseSink, admitted: bool) -> Call:
-            return self._infer(request, sink, held[request.model_name, request.model_version], admitted)
+        def infer(request: InferRequest, sink: ResponseSink, admitted: bool, progress: Progress) -> Call:
+            model = held[request.model_name, request.model_version]
+            return self._infer(request, sink, model, admitted, progress)
 
         for step in config.ensemble_steps:
             member = held[step.model_name, step.model_version]

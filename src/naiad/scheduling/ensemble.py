@@ -17,9 +17,9 @@ from typing import Final
 from naiad.config.model_config import ModelConfig, TensorConfig
 from naiad.errors import Cancelled, InvalidArgument, NaiadError, Unavailable
 from naiad.instances.instance import ComputeTimes
-from naiad.messages import NO_SEQUENCE, InferRequest, InferResponse, ParameterValue, ResponseSink, Result, Tensor
-from naiad.scheduling.scheduler import Call
-from naiad.scheduling.turns import STOPPED, count_execution
+from naiad.messages import NO_SEQUENCE, InferRequest, InferResponse, ResponseSink, Result, Tensor
+from naiad.scheduling.scheduler import Call, Progress
+from naiad.scheduling.turns import STOPPED, count_durations
 from naiad.statistics import ModelStatistics
 
 #: How long a request of a step waits for `max_inflight_requests`, in seconds, before it goes on all the same.
@@ -28,22 +28,21 @@ _LIMIT_WAIT_S: Final = 300.0
 #: Clients ask for the outputs of an ensemble in few ways, but could in many.
 _KEPT_PLANS: Final = 64
 
-#: How a step is run: `Engine.infer`. The last says whether it belongs to what had begun before the server was about to
+#: How a step is run: `Engine.infer`. The bool says whether it belongs to what had begun before the server was about to
 #: end.
-Infer = Callable[[InferRequest, ResponseSink, bool], Call]
+Infer = Callable[[InferRequest, ResponseSink, bool, Progress], Call]
 
 
 class _Wire:
     """Whoever gets the tensor `source`, as `name`, and the shape that he expects."""
 
-    __slots__ = ("batching", "is_optional", "name", "rank", "source")
+    __slots__ = ("batching", "name", "rank", "source")
 
     def __init__(self, name: str, source: str, spec: TensorConfig, batching: bool) -> None:
         self.name = name
         self.source = source
         self.rank = len(spec.dims)
         self.batching = batching
-        self.is_optional = spec.optional
 
     def end(self, tensor: Tensor) -> Tensor:
         """The tensor as it arrives."""
@@ -93,6 +92,7 @@ class EnsembleScheduler:
         infer: Infer,
         report: Callable[[str, BaseException], None],
     ) -> None:
+        self.loop = asyncio.get_running_loop()
         self.config = config
         self.name = config.name
         self.inputs = tuple(config.inputs)
@@ -147,17 +147,15 @@ class EnsembleScheduler:
         self._closed = True
 
 
-def wanted_steps(
-    ensemble: ModelConfig, members: tuple[Member, ...], requested: tuple[str, ...]
-) -> tuple[tuple[Member, tuple[str, ...]], ...]:
-    """The steps to run for the requested outputs, each with the outputs to ask its model for.
+def wanted_steps(ensemble: ModelConfig, members: tuple[Member, ...], requested: tuple[str, ...]) -> tuple[Member, ...]:
+    """The steps to run for the requested outputs.
 
     Outputs that nobody asked for are pruned, then the steps all of whose outputs are pruned, then the tensors that
     only those needed. A tensor whose last consumer was pruned goes too, even if it was asked for: such a request ends
     in the deadlock error, as it does in Triton.
     """
     if not requested or set(requested) == set(ensemble.outputs):
-        return tuple((member, tuple(member.outputs)) for member in members)
+        return members
     consumers: dict[str, set[int]] = {}
     maker: dict[str, int] = {}
     for index, member in enumerate(members):
@@ -181,30 +179,21 @@ def wanted_steps(
                     if not consumers[needed]:
                         newly.add(needed)
         ignored = newly
-    return tuple(
-        (member, tuple(name for name, tensor in member.outputs.items() if tensor in alive[index]))
-        for index, member in enumerate(members)
-        if index in alive
-    )
+    return tuple([member for index, member in enumerate(members) if index in alive])
 
 
 class _Step:
-    """A step that is wanted: the outputs to ask its model for, and what its tensors are for: the steps that need one of
-    them, by their numbers in the plan, and whether one `answers`, being an output that is wanted."""
+    """A step that is wanted: the outputs to ask its model for, all that have a place as in Triton, and what its tensors
+    are for: the steps that need one of them, by their numbers in the plan, and whether one `answers`, being an output that
+    is wanted."""
 
     __slots__ = ("answers", "followers", "member", "outputs")
 
-    def __init__(
-        self,
-        member: Member,
-        outputs: tuple[str, ...],
-        wanted: tuple[tuple[Member, tuple[str, ...]], ...],
-        asked: set[str],
-    ) -> None:
+    def __init__(self, member: Member, wanted: tuple[Member, ...], asked: set[str]) -> None:
         self.member = member
-        self.outputs = outputs
+        self.outputs = tuple(member.outputs)
         made = set(member.outputs.values())
-        self.followers = tuple([n for n, (other, _) in enumerate(wanted) if not made.isdisjoint(other.inputs.values())])
+        self.followers = tuple([n for n, other in enumerate(wanted) if not made.isdisjoint(other.inputs.values())])
         self.answers = not made.isdisjoint(asked)
 
 
@@ -217,11 +206,11 @@ class _Plan:
         asked = {name for name in ensemble.outputs if not requested or name in requested}
         self.outputs = tuple([_Wire(name, name, ensemble.outputs[name], ensemble.batching) for name in sorted(asked)])
         wanted = wanted_steps(ensemble, members, requested)
-        self.steps = tuple([_Step(member, outputs, wanted, asked) for member, outputs in wanted])
+        self.steps = tuple([_Step(member, wanted, asked) for member in wanted])
 
 
 class _Scope:
-    """Tensors at one place of the flow; None is a tensor that will not come."""
+    """Tensors at one place of the flow; None is one that has been left out: who needs it goes on without, as in Triton."""
 
     __slots__ = ("answered", "children", "ordinary", "parent", "started", "tensors")
 
@@ -265,13 +254,12 @@ class _Gate:
     It keeps a decoupled step from flooding the next; what waits is in the memory of the server.
     """
 
-    __slots__ = ("_is_admitting", "_limit", "_loop", "_member", "_running", "_scheduler", "_waiting")
+    __slots__ = ("_is_admitting", "_limit", "_member", "_running", "_scheduler", "_waiting")
 
     def __init__(self, scheduler: EnsembleScheduler, member: Member, limit: int) -> None:
         self._scheduler = scheduler
         self._member = member
         self._limit = limit
-        self._loop = asyncio.get_running_loop()
         self._running = 0
         self._waiting: dict[_StepSink, asyncio.TimerHandle] = {}
         self._is_admitting = False
@@ -281,7 +269,7 @@ class _Gate:
         if self._running < self._limit:
             self._running += 1
             return True
-        self._waiting[sink] = self._loop.call_later(_LIMIT_WAIT_S, self._overdue, sink)
+        self._waiting[sink] = self._scheduler.loop.call_later(_LIMIT_WAIT_S, self._overdue, sink)
         return False
 
     def leave(self) -> None:
@@ -330,8 +318,12 @@ class _Run:
         self._running: dict[_StepSink, Call | None] = {}
         self._ended = False
         self._responses = 0
+        #: The last response of a decoupled ensemble, until it is known whether it was the last of all.
+        self._held: InferResponse | None = None
         #: How deep in `_advance` we are: a step may answer while it is being started.
         self._starting = 0
+        #: What the executions of all steps have taken, in ns.
+        self.input_ns = self.infer_ns = self.output_ns = 0
         sequence = call.request.sequence
         #: What Triton adds to every response of an ensemble.
         self._parameters = NO_SEQUENCE
@@ -347,11 +339,12 @@ class _Run:
         for name in self._scheduler.inputs:
             self._root.tensors[name] = given.get(name)
         self._advance(self._root, range(len(self._plan.steps)), True)
-        if not self._ended and not self._running:
-            self._finish(False)
+        self._settle()
 
     def abort(self, error: NaiadError | None) -> None:
         """Ends the call before its time: with a step's error, or because the client has left."""
+        if self._held is not None:
+            self._deliver(self._held, False)
         self._ended = True
         steps, self._running = self._running, {}
         if gates := self._scheduler.gates:
@@ -384,7 +377,6 @@ class _Run:
         if isinstance(result, NaiadError):
             self.abort(type(result)(f"in ensemble '{name}', {result.message}"))
             return
-        empty = False
         if result is not None:
             scope = sink.scope
             step = sink.step
@@ -393,12 +385,10 @@ class _Run:
                 if sink.scope.may_grow():
                     sink.scope.children.append(scope)
             self._put(scope, step.member, result.owned())
-            empty = not result.outputs
             self._advance(scope, step.followers, step.answers)
             if scope.children and not scope.may_grow():
                 scope.children.clear()
-        if final and not self._ended and not self._running and not self._starting:
-            self._finish(empty)
+        self._settle()
 
     def _put(self, scope: _Scope, member: Member, response: InferResponse) -> None:
         got = {tensor.name: tensor for tensor in response.outputs}
@@ -427,9 +417,9 @@ class _Run:
 
     @staticmethod
     def _inputs_of(member: Member, place: _Scope) -> tuple[Tensor, ...] | None:
-        """The tensors of a step under its model's names and with or without a batch dimension as the model has it. None
-        as long as not all are settled in sight of `place`, where none is in `place` itself, and where one that the model
-        requires will not come."""
+        """The tensors of a step under its model's names and with or without a batch dimension as the model has it; the
+        model says whether it can do without those left out. None as long as not all are settled in sight of `place`, and
+        where none is in `place` itself."""
         inputs: list[Tensor] = []
         own = False
         for wire in member.wires:
@@ -440,8 +430,6 @@ class _Run:
             tensor = scope.tensors[wire.source]
             if tensor is not None:
                 inputs.append(wire.end(tensor))
-            elif not wire.is_optional:
-                return None
         return tuple(inputs) if own else None
 
     def _start_step(self, step: _Step, inputs: tuple[Tensor, ...], place: _Scope) -> None:
@@ -469,7 +457,7 @@ class _Run:
 
     def _infer(self, sink: "_StepSink") -> None:
         try:
-            call = self._scheduler.infer(sink.request, sink, not self._call.is_late)
+            call = self._scheduler.infer(sink.request, sink, not self._call.is_late, sink)
         except NaiadError as error:
             del self._running[sink]
             self.abort(type(error)(f"in ensemble '{self._scheduler.name}', {error.message}"))
@@ -486,47 +474,48 @@ class _Run:
             self._infer(sink)
         finally:
             self._starting -= 1
-        if not self._ended and not self._running and not self._starting:
-            self._finish(False)
+        self._settle()
 
     def _answer(self, place: _Scope) -> None:
-        """Sends a response when all outputs are in sight, once per scope that holds one of them."""
+        """Responds when all outputs are settled in sight, once per scope that holds one of them. Those left out are not in
+        the response, even if none is left."""
         if place.answered:
             return
         tensors: list[Tensor] = []
         own = False
         for wire in self._plan.outputs:
             scope = place.holder(wire.source)
-            tensor = None if scope is None else scope.tensors[wire.source]
-            if tensor is None:
+            if scope is None:
                 return
             own = own or scope is place
-            tensors.append(wire.end(tensor))
+            tensor = scope.tensors[wire.source]
+            if tensor is not None:
+                tensors.append(wire.end(tensor))
         if not own:
             return
         place.answered = True
-        self._send(tuple(tensors), self._parameters)
-
-    def _send(self, outputs: tuple[Tensor, ...], parameters: dict[str, ParameterValue]) -> None:
         scheduler = self._scheduler
-        request = self._call.request
-        response = InferResponse(scheduler.name, scheduler.version, request.id, outputs, parameters)
+        parameters = self._parameters if tensors else {}
+        response = InferResponse(scheduler.name, scheduler.version, self._call.request.id, tuple(tensors), parameters)
         self._responses += 1
-        if scheduler.decoupled:
-            self._deliver(response, False)
-        else:
-            self._count()
-            self._ended = True
-            self._deliver(response, True)
+        if not scheduler.decoupled:
+            self._end(response)
+            return
+        if self._held is not None:
+            self._deliver(self._held, False)
+        self._held = response
 
-    def _finish(self, empty: bool) -> None:
-        """No step runs and none can start."""
-        if self._responses or self._scheduler.decoupled:
-            self._count()
-            self._ended = True
-            self._deliver(None, True)
-        elif empty:
-            self._send((), {})
+    def _settle(self) -> None:
+        """Passes on the response that is held, as the last one if no step runs and none can start; else that is the end
+        without one."""
+        if self._ended or self._starting:
+            return
+        response, self._held = self._held, None
+        if self._running:
+            if response is not None:
+                self._deliver(response, False)
+        elif response is not None or self._responses or self._scheduler.decoupled:
+            self._end(response)
         else:
             self.abort(
                 InvalidArgument(
@@ -535,6 +524,12 @@ class _Run:
                 )
             )
 
+    def _end(self, response: InferResponse | None) -> None:
+        self._ended = True
+        # The times of the last step are told in this turn of the loop, but after its answer.
+        self._scheduler.loop.call_soon(self._count, time.monotonic_ns())
+        self._deliver(response, True)
+
     def _deliver(self, response: InferResponse | None, final: bool) -> None:
         try:
             self._call.deliver(response, final)
@@ -542,20 +537,29 @@ class _Run:
             name = self._scheduler.name
             self._scheduler.report(f"a response of ensemble '{name}' could not be passed on", problem)
 
-    def _count(self) -> None:
-        """An ensemble counts as one execution that computes from its start to its end (reference R12-26)."""
-        start = self._call.queued_ns
-        end = time.monotonic_ns()
-        times = ComputeTimes(start, start, end, end)
-        count_execution(self._scheduler.statistics, [self._call], self._call.rows, times, True)
+    def _count(self, end_ns: int) -> None:
+        """An ensemble counts as one execution that has not waited and computes what its steps compute, those side by side
+        one after the other (reference R12-26)."""
+        call = self._call
+        count_durations(
+            self._scheduler.statistics,
+            [call.queued_ns],
+            call.rows,
+            call.queued_ns,
+            end_ns,
+            self.input_ns,
+            self.infer_ns,
+            self.output_ns,
+        )
 
 
-class _StepSink:
-    """Where the answers of one step go."""
+class _StepSink(Progress):
+    """Where the answers of one step go, and what it has taken."""
 
     __slots__ = ("_run", "member", "request", "scope", "step")
 
     def __init__(self, run: _Run, step: _Step, scope: _Scope, request: InferRequest) -> None:
+        super().__init__(step.member.model_version)
         self._run = run
         self.step = step
         self.member = step.member
@@ -564,6 +568,12 @@ class _StepSink:
 
     def send(self, result: Result | None, final: bool) -> None:
         self._run.answered(self, result, final)
+
+    def ended(self, times: ComputeTimes) -> None:
+        run = self._run
+        run.input_ns += times.input_end_ns - times.start_ns
+        run.infer_ns += times.output_start_ns - times.input_end_ns
+        run.output_ns += times.end_ns - times.output_start_ns
 
     def start(self) -> None:
         self._run.start_waiting(self)

@@ -9,6 +9,7 @@ import time
 from typing import Any, Literal, Protocol
 
 from naiad.errors import Cancelled, NaiadError
+from naiad.instances.instance import ComputeTimes
 from naiad.messages import InferRequest, ResponseSink, Result
 from naiad.scheduling.queue import Queued
 from naiad.statistics import ModelStatistics
@@ -62,6 +63,11 @@ class Progress:
         self.executing_ns = 0
         self.start_ns = 0
         self.end_ns = 0
+
+    def ended(self, times: ComputeTimes) -> None:
+        """An execution has ended."""
+        self.start_ns = self.start_ns or times.start_ns
+        self.end_ns = times.end_ns
 
 
 class Call(Queued):

@@ -148,35 +148,57 @@ def count_execution(
     A batch whose execution failed counts as an execution of its size, but not among the inferences; neither do
     `null_rows`, rows that end no call.
     """
-    compute_input = times.input_end_ns - times.start_ns
-    compute_infer = times.output_start_ns - times.input_end_ns
-    compute_output = times.end_ns - times.output_start_ns
+    count_durations(
+        statistics,
+        [call.queued_ns for call in calls],
+        total_rows,
+        times.start_ns,
+        times.end_ns,
+        times.input_end_ns - times.start_ns,
+        times.output_start_ns - times.input_end_ns,
+        times.end_ns - times.output_start_ns,
+        succeeded,
+        null_rows,
+    )
+
+
+def count_durations(
+    statistics: ModelStatistics,
+    queued_ns: list[int],
+    total_rows: int,
+    start_ns: int,
+    end_ns: int,
+    input_ns: int,
+    infer_ns: int,
+    output_ns: int,
+    succeeded: bool = True,
+    null_rows: int = 0,
+) -> None:
+    """Counts one execution of the calls that were queued at these times."""
     statistics.execution_count += 1
+    statistics.last_inference_ms = time.time_ns() // 1_000_000
     batch = statistics.batches.get(total_rows)
     if batch is None:
         batch = statistics.batches[total_rows] = BatchStatistics()
-    batch.compute_input.add(compute_input)
-    batch.compute_infer.add(compute_infer)
-    batch.compute_output.add(compute_output)
-    count = len(calls)
-    queued_ns = [call.queued_ns for call in calls]
+    batch.compute_input.add(input_ns)
+    batch.compute_infer.add(infer_ns)
+    batch.compute_output.add(output_ns)
+    count = len(queued_ns)
     queued_sum = sum(queued_ns)
     infer = statistics.infer
-    request_sum = times.end_ns * count - queued_sum
+    request_sum = end_ns * count - queued_sum
     if not succeeded:
         infer.fail.add(request_sum, count)
         statistics.failures["BACKEND"] += count
         return
-    queue_sum = times.start_ns * count - queued_sum
     statistics.inference_count += total_rows - null_rows
-    statistics.last_inference_ms = time.time_ns() // 1_000_000
     infer.success.add(request_sum, count)
-    infer.queue.add(queue_sum, count)
-    infer.compute_input.add(compute_input * count, count)
-    infer.compute_infer.add(compute_infer * count, count)
-    infer.compute_output.add(compute_output * count, count)
+    infer.queue.add(start_ns * count - queued_sum, count)
+    infer.compute_input.add(input_ns * count, count)
+    infer.compute_infer.add(infer_ns * count, count)
+    infer.compute_output.add(output_ns * count, count)
     if count:
-        statistics.latencies.add_batch(queued_ns, times.start_ns, times.end_ns)
+        statistics.latencies.add_batch(queued_ns, start_ns, end_ns)
 
 
 def note_beginning(calls: Iterable[Call]) -> bool:
@@ -191,11 +213,9 @@ def note_beginning(calls: Iterable[Call]) -> bool:
 
 def note_end(calls: Iterable[Call], times: ComputeTimes) -> None:
     """Notes the times of an execution that has ended."""
-    start_ns, end_ns = times.start_ns, times.end_ns
     for call in calls:
         if (progress := call.progress) is not None:
-            progress.start_ns = progress.start_ns or start_ns
-            progress.end_ns = end_ns
+            progress.ended(times)
 
 
 def trace_execution(requests: Sequence[InferRequest], times: ComputeTimes) -> None:

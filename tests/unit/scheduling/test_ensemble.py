@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import time
 from typing import Any
 
 import pytest
@@ -10,10 +11,11 @@ from naiad.config.model_config import ModelConfig
 from naiad.config.parse import parse_text
 from naiad.datatypes import DataType
 from naiad.errors import Cancelled, Internal, InvalidArgument, NaiadError, NotFound
+from naiad.instances.instance import ComputeTimes
 from naiad.messages import InferRequest, InferResponse, ResponseSink, Result, Tensor
 from naiad.scheduling.ensemble import EnsembleScheduler, _Scope, fitted, members_of
-from naiad.scheduling.scheduler import Call
-from naiad.statistics import ModelStatistics
+from naiad.scheduling.scheduler import Call, Progress
+from naiad.statistics import Duration, ModelStatistics
 
 
 def config(text: str) -> ModelConfig:
@@ -72,9 +74,10 @@ class Sink:
 class MemberCall:
     """What the fake engine returns for a step: answered by the test."""
 
-    def __init__(self, request: InferRequest, sink: ResponseSink) -> None:
+    def __init__(self, request: InferRequest, sink: ResponseSink, progress: Progress) -> None:
         self.request = request
         self.sink = sink
+        self.progress = progress
         self.cancelled = False
 
     def cancel(self) -> None:
@@ -98,11 +101,11 @@ class Bench:
         members = members_of(ensemble, {m.name: m for m in models})
         self.scheduler = EnsembleScheduler(ensemble, 1, members, self.lease.statistics, self.infer, self.report)
 
-    def infer(self, request: InferRequest, sink: ResponseSink, admitted: bool) -> Any:
+    def infer(self, request: InferRequest, sink: ResponseSink, admitted: bool, progress: Progress) -> Any:
         self.admitted.append(admitted)
         if self.refuse is not None:
             raise self.refuse
-        call = MemberCall(request, sink)
+        call = MemberCall(request, sink, progress)
         self.calls.append(call)
         return call
 
@@ -125,7 +128,7 @@ NEG = model("neg", "X", "Y")
 CHAIN = ensemble("IJ", "O", step("add", {"A": "I", "B": "J"}, {"S": "m"}), step("neg", {"X": "m"}, {"Y": "O"}))
 
 
-def test_a_step_starts_when_its_inputs_are_there() -> None:
+async def test_a_step_starts_when_its_inputs_are_there() -> None:
     bench = Bench(CHAIN, ADD, NEG)
     bench.submit(I=1, J=2)
     assert bench.running() == ["add"]
@@ -137,11 +140,31 @@ def test_a_step_starts_when_its_inputs_are_there() -> None:
     assert bench.sink.values() == [{"O": 7}]
     assert bench.sink.results[0][1] is True
     assert bench.lease.released == 1
-    assert bench.lease.statistics.inference_count == 1
-    assert bench.lease.statistics.execution_count == 1
 
 
-def test_independent_steps_run_side_by_side() -> None:
+async def test_an_ensemble_computes_what_its_steps_do() -> None:
+    bench = Bench(CHAIN, ADD, NEG)
+    call = bench.submit(I=1, J=2)
+    for number, outputs in enumerate(({"S": 3}, {"Y": 7})):
+        bench.calls[number].answer(**outputs)
+        bench.calls[number].progress.ended(ComputeTimes(100, 101, 111, 211))
+    await asyncio.sleep(0)
+    statistics = bench.lease.statistics
+    assert (statistics.inference_count, statistics.execution_count) == (1, 1)
+    infer = statistics.infer
+    assert (infer.success.count, infer.queue) == (1, Duration(1, 0))
+    assert (infer.compute_input, infer.compute_infer, infer.compute_output) == (
+        Duration(1, 2),
+        Duration(1, 20),
+        Duration(1, 200),
+    )
+    batch = statistics.batches[1]
+    assert (batch.compute_input.ns, batch.compute_infer.ns, batch.compute_output.ns) == (2, 20, 200)
+    assert statistics.last_inference_ms > 0
+    assert time.monotonic_ns() - call.queued_ns >= infer.success.ns > 0
+
+
+async def test_independent_steps_run_side_by_side() -> None:
     both = ensemble("I", "OP", step("neg", {"X": "I"}, {"Y": "O"}), step("neg", {"X": "I"}, {"Y": "P"}))
     bench = Bench(both, NEG)
     bench.submit(I=1)
@@ -152,7 +175,7 @@ def test_independent_steps_run_side_by_side() -> None:
     assert bench.sink.values() == [{"O": 1, "P": 2}]
 
 
-def test_a_step_error_ends_the_call_and_names_the_ensemble() -> None:
+async def test_a_step_error_ends_the_call_and_names_the_ensemble() -> None:
     bench = Bench(CHAIN, ADD, NEG)
     bench.submit(I=1, J=2)
     bench.calls[0].sink.send(NotFound("no such thing"), True)
@@ -164,7 +187,7 @@ def test_a_step_error_ends_the_call_and_names_the_ensemble() -> None:
     assert (statistics.failures["OTHER"], statistics.infer.fail.count) == (2, 2)
 
 
-def test_a_refused_step_ends_the_call() -> None:
+async def test_a_refused_step_ends_the_call() -> None:
     bench = Bench(CHAIN, ADD, NEG)
     bench.refuse = NotFound("gone")
     bench.submit(I=1, J=2)
@@ -173,7 +196,7 @@ def test_a_refused_step_ends_the_call() -> None:
 
 
 @pytest.mark.parametrize("is_late", [False, True])
-def test_all_steps_are_let_in_of_what_had_begun_before_the_server_was_to_end(is_late: bool) -> None:
+async def test_all_steps_are_let_in_of_what_had_begun_before_the_server_was_to_end(is_late: bool) -> None:
     bench = Bench(CHAIN, ADD, NEG)
     assert bench.scheduler.stopped(InferRequest("e", ())) is None
     bench.submit(I=1, J=2, is_late=is_late)
@@ -181,7 +204,7 @@ def test_all_steps_are_let_in_of_what_had_begun_before_the_server_was_to_end(is_
     assert bench.admitted == [not is_late] * 2
 
 
-def test_the_error_of_one_step_cancels_the_others() -> None:
+async def test_the_error_of_one_step_cancels_the_others() -> None:
     both = ensemble("I", "OP", step("neg", {"X": "I"}, {"Y": "O"}), step("neg", {"X": "I"}, {"Y": "P"}))
     bench = Bench(both, NEG)
     bench.submit(I=1)
@@ -192,7 +215,7 @@ def test_the_error_of_one_step_cancels_the_others() -> None:
     assert bench.lease.statistics.infer.fail.count == 1
 
 
-def test_cancelling_reaches_the_steps() -> None:
+async def test_cancelling_reaches_the_steps() -> None:
     bench = Bench(CHAIN, ADD, NEG)
     call = bench.submit(I=1, J=2)
     call.cancel()
@@ -201,7 +224,7 @@ def test_cancelling_reaches_the_steps() -> None:
     assert bench.lease.statistics.failures["OTHER"] == 2
 
 
-def test_only_what_requested_outputs_need_runs() -> None:
+async def test_only_what_requested_outputs_need_runs() -> None:
     both = ensemble("I", "OP", step("neg", {"X": "I"}, {"Y": "O"}), step("add", {"A": "I", "B": "I"}, {"S": "P"}))
     bench = Bench(both, NEG, ADD)
     bench.submit(("P",), I=1)
@@ -210,7 +233,7 @@ def test_only_what_requested_outputs_need_runs() -> None:
     assert bench.sink.values() == [{"P": 2}]
 
 
-def test_asking_only_for_an_output_that_feeds_a_pruned_step_deadlocks_as_in_triton() -> None:
+async def test_asking_only_for_an_output_that_feeds_a_pruned_step_deadlocks_as_in_triton() -> None:
     chain = ensemble("I", "OP", step("neg", {"X": "I"}, {"Y": "O"}), step("neg", {"X": "O"}, {"Y": "P"}))
     bench = Bench(chain, NEG)
     bench.submit(("O",), I=1)
@@ -220,11 +243,37 @@ def test_asking_only_for_an_output_that_feeds_a_pruned_step_deadlocks_as_in_trit
     assert final
 
 
-def test_a_missing_step_output_that_is_required_deadlocks() -> None:
+async def test_a_step_is_asked_for_what_feeds_others_too() -> None:
+    chain = ensemble("I", "OPQ", step("split", {"X": "I"}, {"Y": "O", "Z": "Q"}), step("neg", {"X": "O"}, {"Y": "P"}))
+    bench = Bench(chain, model("split", "X", "YZ"), NEG)
+    bench.submit(("P", "Q"), I=1)
+    assert bench.calls[0].request.outputs == ("Y", "Z")
+    bench.calls[0].answer(Y=2, Z=3)
+    bench.calls[1].answer(Y=4)
+    assert bench.sink.values() == [{"P": 4, "Q": 3}]
+
+
+async def test_a_step_runs_without_what_another_has_left_out() -> None:
     bench = Bench(CHAIN, ADD, NEG)
     bench.submit(I=1, J=2)
     bench.calls[0].answer(WRONG=1)
-    assert "unexpected deadlock" in str(bench.sink.results[0][0])
+    assert bench.running() == ["add", "neg"]
+    assert bench.calls[1].request.inputs == ()  # which the model refuses, if it needs them
+
+
+@pytest.mark.parametrize(("answered", "wanted"), [({"S": 1}, {"O": 1}), ({"T": 2}, {"P": 2}), ({}, {})])
+async def test_outputs_that_a_step_has_left_out_are_not_in_the_response(
+    answered: dict[str, int], wanted: dict[str, int]
+) -> None:
+    flow = ensemble("I", "OP", step("two", {"X": "I"}, {"S": "O", "T": "P"}))
+    bench = Bench(flow, model("two", "X", "ST"))
+    bench.submit(I=1)
+    bench.calls[0].answer(**answered)
+    assert bench.sink.values() == [wanted]
+    [(response, final)] = bench.sink.results
+    assert isinstance(response, InferResponse)
+    assert final
+    assert bool(response.parameters) == bool(wanted)
 
 
 REPEAT = model("repeat", "X", "Y", "model_transaction_policy { decoupled: true }")
@@ -238,7 +287,7 @@ STREAM = ensemble(
 )
 
 
-def test_steps_behind_a_decoupled_one_run_per_response() -> None:
+async def test_steps_behind_a_decoupled_one_run_per_response() -> None:
     bench = Bench(STREAM, REPEAT, NEG, ADD)
     bench.submit(I=1, J=2)
     repeat, neg = bench.calls
@@ -250,11 +299,54 @@ def test_steps_behind_a_decoupled_one_run_per_response() -> None:
     assert [(c.value("A"), c.value("B")) for c in bench.calls[2:]] == [(1, 9), (2, 9)]
     repeat.sink.send(None, True)
     bench.calls[2].answer(S=10)
-    assert bench.sink.results[-1][1] is False
     bench.calls[3].answer(S=11)
     assert bench.sink.values() == [{"O": 10}, {"O": 11}]
-    assert bench.sink.results[-1] == (None, True)
+    assert [final for _, final in bench.sink.results] == [False, True], "no step can add to the last one"
     assert bench.lease.released == 1
+
+
+ALONE = ensemble(
+    "I", "OP", step("split", {"X": "I"}, {"Y": "O", "Z": "P"}), more="model_transaction_policy { decoupled: true }"
+)
+SPLIT = model("split", "X", "YZ", "model_transaction_policy { decoupled: true }")
+
+
+async def test_the_last_response_of_a_decoupled_step_is_the_last_one() -> None:
+    bench = Bench(ALONE, SPLIT)
+    bench.submit(I=1)
+    for value in range(3):
+        bench.calls[0].answer(final=value == 2, Y=value, Z=value)
+    assert bench.sink.values() == [{"O": value, "P": value} for value in range(3)]
+    assert [final for _, final in bench.sink.results] == [False, False, True]
+
+
+async def test_each_response_of_a_decoupled_step_is_one_whatever_it_leaves_out() -> None:
+    bench = Bench(ALONE, SPLIT)
+    bench.submit(I=1)
+    for outputs in ({"Y": 1, "Z": 1}, {"Z": 2}, {}):
+        bench.calls[0].answer(final=False, **outputs)
+    assert bench.sink.values() == [{"O": 1, "P": 1}, {"P": 2}, {}]
+    bench.calls[0].sink.send(None, True)
+    assert bench.sink.results[-1] == (None, True)
+
+
+async def test_an_error_comes_behind_the_responses_before_it() -> None:
+    flow = ensemble(
+        "I",
+        "O",
+        step("split", {"X": "I"}, {"Y": "O", "Z": "m"}),
+        step("neg", {"X": "m"}, {"Y": "n"}),
+        more="model_transaction_policy { decoupled: true }",
+    )
+    bench = Bench(flow, SPLIT, NEG)
+    bench.submit(I=1)
+    split = bench.calls[0]
+    split.answer(final=False, Y=1, Z=1)
+    bench.refuse = NotFound("gone")
+    split.answer(final=False, Y=2, Z=2)
+    assert bench.sink.values()[0] == {"O": 1}
+    assert [final for _, final in bench.sink.results] == [False] * (len(bench.sink.results) - 1) + [True]
+    assert isinstance(bench.sink.results[-1][0], NotFound)
 
 
 def scopes() -> int:
@@ -262,7 +354,7 @@ def scopes() -> int:
     return sum(isinstance(each, _Scope) for each in gc.get_objects())
 
 
-def test_what_a_response_of_a_decoupled_step_has_brought_goes_when_it_is_answered() -> None:
+async def test_what_a_response_of_a_decoupled_step_has_brought_goes_when_it_is_answered() -> None:
     flow = ensemble(
         "I",
         "O",
@@ -283,7 +375,7 @@ def test_what_a_response_of_a_decoupled_step_has_brought_goes_when_it_is_answere
     assert bench.sink.results[-1] == (None, True)
 
 
-def test_responses_wait_for_a_slower_step_beside_the_decoupled_one() -> None:
+async def test_responses_wait_for_a_slower_step_beside_the_decoupled_one() -> None:
     flow = ensemble(
         "I",
         "O",
@@ -313,7 +405,7 @@ def test_responses_wait_for_a_slower_step_beside_the_decoupled_one() -> None:
     assert bench.sink.values() == [{"O": 1}, {"O": 2}, {"O": 3}]
 
 
-def test_a_decoupled_step_without_responses_ends_the_call_empty() -> None:
+async def test_a_decoupled_step_without_responses_ends_the_call_empty() -> None:
     bench = Bench(STREAM, REPEAT, NEG, ADD)
     bench.submit(I=1, J=2)
     bench.calls[0].sink.send(None, True)
@@ -325,7 +417,9 @@ def test_a_decoupled_step_without_responses_ends_the_call_empty() -> None:
     ("shape", "batching", "expected"),
     [((4,), False, (4,)), ((4,), True, (1, 4)), ((2, 4), True, (2, 4)), ((1, 4), False, (4,)), ((2, 4), False, (2, 4))],
 )
-def test_the_batch_dimension_fits_the_reader(shape: tuple[int, ...], batching: bool, expected: tuple[int, ...]) -> None:
+async def test_the_batch_dimension_fits_the_reader(
+    shape: tuple[int, ...], batching: bool, expected: tuple[int, ...]
+) -> None:
     assert fitted(shape, 1, batching) == expected
 
 
@@ -354,7 +448,7 @@ async def test_a_step_waits_for_requests_of_its_own_kind() -> None:
         call.answer(Y=value)
         assert len(bench.running()) == min(6, 1 + 2 + value + 1)
     assert bench.sink.values() == [{"O": value} for value in range(5)]
-    assert bench.sink.results[-1] == (None, True)
+    assert [final for _, final in bench.sink.results] == [False] * 4 + [True]
     assert bench.lease.released == 1
 
 
