@@ -318,6 +318,48 @@ def test_texts_and_numbers(tmp_path: Path) -> None:
     }
 
 
+LONG_WORDS = """
+    class Model(torch.nn.Module):
+        def forward(self, words: List[str]) -> Tuple[List[str], int]:
+            long: List[str] = []
+            for word in words:
+                if len(word) > 3:
+                    long.append(word)
+            return long, len(words)
+"""
+
+
+@pytest.mark.parametrize(
+    ("outputs", "empty"),
+    [
+        ({"OUT__0": "STRING -1", "OUT__1": "INT64 1"}, {"OUT__0": [], "OUT__1": [1]}),
+        ({"words": "STRING -1", "count": "INT64 1"}, {"words": [], "count": [1]}),
+        ({"OUT__1": "INT64 1"}, {"OUT__1": [1]}),
+    ],
+)
+def test_an_empty_list_of_texts_is_an_output(outputs: dict[str, str], empty: dict[str, Any], tmp_path: Path) -> None:
+    model = script(tmp_path, LONG_WORDS, config({"words": "STRING -1"}, outputs))
+    full = {name: [b"long"] if value == [] else value for name, value in empty.items()}
+    assert run(model, words=np.array([b"long"], np.object_)) == full
+    assert run(model, words=np.array([b"abc"], np.object_)) == empty
+
+
+def test_outputs_behind_an_empty_list_are_completed_in_their_place(tmp_path: Path) -> None:
+    model = script(tmp_path, LONG_WORDS, config({"words": "STRING 1"}, {}))
+    assert completed(model)[1] == {"OUTPUT__1": "INT64 1"}
+
+
+def test_lists_of_different_lengths_are_no_tensor(tmp_path: Path) -> None:
+    source = """
+        class Model(torch.nn.Module):
+            def forward(self, x: Tensor) -> List[List[str]]:
+                return [["a"], ["b", "c"]]
+    """
+    model = script(tmp_path, source, config({"x": "FP32 3"}, {"out": "STRING -1 -1"}))
+    with pytest.raises(InvalidArgument, match="output 'out' of model 'm' has lists of different lengths"):
+        run(model, x=X[0])
+
+
 def test_a_batch_of_single_strings_is_a_list(tmp_path: Path) -> None:
     source = """
         class Model(torch.nn.Module):
@@ -536,6 +578,27 @@ def test_a_module_with_its_weights(how: str, tmp_path: Path) -> None:
     # As the server sees it, whose platform table knows no model.py for this backend.
     seen = context(model.directory, model.config, "model.pt")
     assert run(seen, x=X) == {"logits": (X * 2 + 1).tolist()}
+
+
+@pytest.mark.parametrize(
+    ("beside", "level", "text"),
+    [
+        ([], "INFO", "Model parameter file not found for 'm'"),
+        (
+            ["model.pth", "labels.txt"],
+            "WARNING",
+            "Model parameter file not found for 'm': weights are read from model.pt, not from model.pth",
+        ),
+    ],
+)
+def test_a_module_without_its_weights(beside: list[str], level: str, text: str, tmp_path: Path) -> None:
+    model = module(tmp_path, LINEAR, config({"x": "FP32 3"}, {"logits": "FP32 3"}))
+    (model.version_directory / "parts.py").write_text("Any = Out = object")
+    sys.modules.pop("parts", None)
+    for name in beside:
+        (model.version_directory / name).touch()
+    with Loaded(model):
+        assert f"{level}: {text}" in logged(model)
 
 
 @pytest.mark.parametrize(

@@ -159,6 +159,7 @@ def _torch_run(module: Any, names: Sequence[str]) -> Callable[[Mapping[str, Arra
         return {
             name: leaf.detach().numpy() if isinstance(leaf, torch.Tensor) else np.asarray(leaf)
             for name, (_, leaf) in zip(names_out, found, strict=True)
+            if not isinstance(leaf, list)  # strings, or empty: no format has these
         }
 
     return run

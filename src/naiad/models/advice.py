@@ -23,6 +23,7 @@ _NO_MODELS = {
     b"<html": "is a web page in place of the model",
 }
 _MODULE = re.compile(r"No module named '([\w.]+)'")
+_SEQUENCE = re.compile(r"Unsupported ONNX Type 'ONNX_TYPE_(?:SEQUENCE|MAP)' for I/O '(.*?)'")
 #: Files that `naiad convert` reads, and no backend.
 _CONVERTED = (".keras", ".h5", ".pkl", ".joblib")
 _FILES = tuple(row.filename for row in PLATFORMS)
@@ -69,6 +70,11 @@ def _advice(source: Source, error: NaiadError, version: int | None) -> str:
         return f"'{source.directory.versions[version].directory / filename}' must have a class TritonPythonModel"
     if not filename:
         return ""
+    if found := _SEQUENCE.search(text):
+        return (
+            f"'{found[1]}' is no tensor: of scikit-learn models skl2onnx makes tensors with options={{'zipmap': False}}, and so"
+            " does naiad convert"
+        )
     path = source.directory.versions[version].directory / filename
     told = _of_file(path)
     if not told and "Protobuf parsing failed" in text and path.is_file():
@@ -83,9 +89,12 @@ def _choose(what: str, word: str, names: list[str]) -> str:
 
 
 def _misplaced(directory: Path) -> str:
-    """The file of a model that lies in the model's folder, where no version is."""
+    """The file of a model that lies in the model's folder, where no version is; or is one, of a model in place of the
+    repository."""
     for name in _FILES:
         if (directory / name).exists():
+            if directory.name.isdecimal():
+                return model_in_place_of_repository(directory.parent)
             return f"move '{directory / name}' to '{directory / '1' / name}'"
     return ""
 
@@ -95,6 +104,7 @@ def _unknown(source: Source) -> str:
     for version in source.directory.versions.values():
         if told := _other_files(version.directory, f"none is {', '.join(_FILES)}"):
             return f"no config.pbtxt names a backend, and {told}"
+        return f"no config.pbtxt names a backend, and '{version.directory}' is empty"
     return f"'{source.directory.directory}' has no config.pbtxt that names a backend, and no version folder"
 
 

@@ -143,6 +143,11 @@ def test_only_what_is_asked_for_must_be_there() -> None:
         (Pair(A, (B, C)), ["logits", "hidden__0", "hidden__1"]),
         (({"x": A}, {"x": B}), ["OUTPUT__0", "OUTPUT__1"]),
         ({1: A}, ["1"]),
+        ((["a"], A), ["OUTPUT__0", "OUTPUT__1"]),
+        (([], A), ["OUTPUT__0", "OUTPUT__1"]),
+        (([["a"], []], A), ["OUTPUT__0", "OUTPUT__1"]),
+        ({"words": [], "n": A}, ["words", "n"]),
+        (([A, []], B), ["OUTPUT__0", "OUTPUT__1", "OUTPUT__2"]),
     ],
 )
 def test_each_leaf_has_a_name_that_finds_it(value: Any, names: list[str]) -> None:
@@ -160,8 +165,8 @@ def test_index_of(name: str, index: int | None) -> None:
 
 
 def test_describe() -> None:
-    assert describe([A, ("a", 1.0, None, ["x"], [["y"]])]) == (
-        "[Tensor(int64[1, 1]), (str, float, NoneType, List[str], List[List[str]])]"
+    assert describe([A, ("a", 1.0, None, ["x"], [["y"]], [])]) == (
+        "[Tensor(int64[1, 1]), (str, float, NoneType, List[str], List[List[str]], list)]"
     )
     assert describe(HuggingFace(logits=A)) == "HuggingFace({'logits': Tensor(int64[1, 1])})"
     assert describe(list(range(40))).endswith("int, ... 8 more]")

@@ -159,7 +159,9 @@ def test_the_signature_is_chosen_by_parameter(context: Context) -> None:
     assert answer(TensorflowBackend(other, CPU)).tolist() == [[3, 6, 9, 12]]
     with pytest.raises(Internal) as missing:
         TensorflowBackend(context(SAVED_MODEL, both, **BATCH, **parameters(TF_SIGNATURE_DEF="third")), CPU)
-    assert missing.value.message == "unable to load model 'm', expected 'third' signature"
+    assert missing.value.message == (
+        "unable to load model 'm', expected 'third' signature; signatures there are 'other', 'serving_default'"
+    )
 
 
 def test_without_the_default_signature_another_one_serves(context: Context, services: Services) -> None:

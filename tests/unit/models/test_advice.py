@@ -31,7 +31,7 @@ async def source_of(path: Path, files: dict[str, str]) -> Source:
     ("files", "text"),
     [
         ({}, "'{m}' has no config.pbtxt that names a backend, and no version folder"),
-        ({"1/.keep": ""}, "'{m}' has no config.pbtxt that names a backend, and no version folder"),
+        ({"1/.keep": ""}, "no config.pbtxt names a backend, and '{m}/1' is empty"),
         (
             {"1/net.onnx": ""},
             "no config.pbtxt names a backend, and '{m}/1' has net.onnx: none is model.graphdef, model.savedmodel, ",
@@ -114,6 +114,12 @@ async def test_of_models(tmp_path: Path, files: dict[str, str], text: str) -> No
         ),
         ({"config.pbtxt": ONNX, "1/.keep": ""}, "", "'{m}/1' is empty"),
         (
+            {"config.pbtxt": ONNX, "1/model.onnx": "x"},
+            "Unsupported ONNX Type 'ONNX_TYPE_SEQUENCE' for I/O 'output_probability', expected 'ONNX_TYPE_TENSOR'.",
+            "'output_probability' is no tensor: of scikit-learn models skl2onnx makes tensors with options={{'zipmap': False}}, "
+            "and so does naiad convert",
+        ),
+        (
             {"config.pbtxt": ONNX, "1/b.onnx": "x", "1/a.onnx": "x"},
             "",
             "'{m}/1' has a.onnx, b.onnx: rename one, or say default_model_filename",
@@ -150,6 +156,16 @@ async def test_of_a_model_in_place_of_a_repository(tmp_path: Path) -> None:
     source = await source_of(tmp_path, {"model.onnx": "x"})
     (tmp_path / "config.pbtxt").touch()
     told = advice(source, InvalidArgument("Could not determine backend for model 'm'"))
+    assert told == f"'{tmp_path}' is the folder of a model: --model-repository is the folder above it"
+
+
+async def test_of_a_model_without_a_configuration_in_place_of_a_repository(tmp_path: Path) -> None:
+    (tmp_path / "1").mkdir()
+    (tmp_path / "1" / "model.onnx").touch()
+    sources = RepositorySources([str(tmp_path)], config_name="", auto_complete=True, gpus=())
+    source = await sources.read(scan([tmp_path]).models["1"])
+    assert isinstance(source.draft, NaiadError)
+    told = advice(source, source.draft)
     assert told == f"'{tmp_path}' is the folder of a model: --model-repository is the folder above it"
 
 

@@ -4,7 +4,7 @@ Exported programs say everything. TorchScript and modules say what their argumen
 shape they are; where the configuration knows that, a run on zeros shows the outputs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -71,17 +71,19 @@ def _from_tree(
     declared = list(tree.declared)
     found = leaves(program.outputs)
     paths = [path for path, _ in found]
-    results: list[Declared] = [leaf for _, leaf in found]
-    if any(it.shape is None or it.datatype is None for it in (*declared, *results)):
+    # An empty list declares nothing.
+    results = {at: leaf for at, (_, leaf) in enumerate(found) if isinstance(leaf, Declared)}
+    names = leaf_names(paths)
+    if any(it.shape is None or it.datatype is None for it in (*declared, *results.values())):
         settings.log(
             model,
             "INFO",
             f"cannot complete the configuration of model '{model.name}': {tree.describe()}; it returns"
-            f" {', '.join(repr(name) for name in leaf_names(paths))}; a compiled package says"
+            f" {', '.join(map(repr, names))}; a compiled package says"
             " nothing of data_type and dims",
         )
         return
-    shapes = [it.shape for it in (*declared, *results) if it.shape is not None]
+    shapes = [it.shape for it in (*declared, *results.values()) if it.shape is not None]
     batchable = all(shape[:1] == (-1,) for shape in shapes)
     max_batch_size = int(config.get("max_batch_size", 0))
     if batchable and max_batch_size == 0 and not inputs and not outputs:
@@ -103,16 +105,16 @@ def _from_tree(
             " specified"
         )
     batching = max_batch_size > 0
-    config["input"] = _filled(inputs, tree.names, tree.place, declared, batching)
+    config["input"] = _filled(inputs, tree.names, tree.place, dict(enumerate(declared)), batching)
 
     def place(name: str) -> int | None:
         return places(model.name, program.outputs, paths, [name], [name])[name]
 
-    config["output"] = _filled(outputs, leaf_names(paths), place, results, batching)
+    config["output"] = _filled(outputs, [names[at] for at in results], place, results, batching)
 
 
 def _filled(
-    tensors: list[dict[str, Any]], names: Sequence[str], place: Any, declared: Sequence[Declared], batching: bool
+    tensors: list[dict[str, Any]], names: Sequence[str], place: Any, declared: Mapping[int, Declared], batching: bool
 ) -> list[dict[str, Any]]:
     """What is given, completed; all there is where nothing is given."""
     tensors = tensors or [{"name": name} for name in names]
@@ -120,7 +122,7 @@ def _filled(
         if not tensor.get("name") and at < len(names):
             tensor["name"] = names[at]
         index = place(tensor["name"]) if tensor.get("name") else None
-        if index is not None and index < len(declared):
+        if index is not None and index in declared:
             _fill(tensor, declared[index], batching)
     return tensors
 
@@ -256,7 +258,8 @@ def _write_outputs(
 def _can_be_served(leaf: Any) -> bool:
     if isinstance(leaf, torch.Tensor):
         return datatype_of(leaf.dtype) is not None
-    return isinstance(leaf, (str, bool, int, float)) or is_text(leaf)
+    # What an empty list could hold it does not say.
+    return isinstance(leaf, (str, bool, int, float)) or (is_text(leaf) and bool(leaf))
 
 
 def _declared(leaf: Any, again: Any) -> Declared:

@@ -31,6 +31,9 @@ from naiad.backends.pytorch.structures import UNKNOWN, Declared
 from naiad.backends.pytorch.tensors import Device
 from naiad.errors import Internal, InvalidArgument, NaiadError, Unavailable
 
+#: How files of weights end that people save, and that are not looked for.
+_WEIGHTS = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
+
 # Code of AOTInductor takes inputs of any shape and type at their word unless it is told to look; it reads this once.
 os.environ.setdefault("AOTI_RUNTIME_CHECK_INPUTS", "1")
 
@@ -174,7 +177,9 @@ def _module(model: ModelContext, path: Path, device: Device, settings: Settings)
     if weights.is_file():
         module.load_state_dict(_state(weights))
     else:
-        log(model, "INFO", f"Model parameter file not found for '{model.name}'")
+        others = sorted(file.name for file in path.parent.iterdir() if file.suffix in _WEIGHTS)
+        told = f": weights are read from {weights.name}, not from {', '.join(others)}" if others else ""
+        log(model, "WARNING" if others else "INFO", f"Model parameter file not found for '{model.name}'{told}")
     if device.device is not None:
         module.to(device.device)
     module.eval()

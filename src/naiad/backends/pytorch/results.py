@@ -85,9 +85,14 @@ class Results:
         return arrays
 
     def _other(self, output: Output, leaf: Any, value: Any) -> Array:
-        if isinstance(leaf, str) or is_text(leaf) or (leaf == [] and output.datatype is DataType.BYTES):
+        if isinstance(leaf, str) or (is_text(leaf) and (leaf or output.datatype is DataType.BYTES)):
             check_datatype(output.name, output.datatype, DataType.BYTES, "")
-            array = from_text(np.array(leaf, np.object_))
+            array = np.array(leaf, np.object_)
+            if array.size and isinstance(array.flat[0], list):
+                raise InvalidArgument(
+                    f"output '{output.name}' of model '{self._model}' has lists of different lengths: {describe(value)}"
+                )
+            array = from_text(array)
             # One string for each row of a batch is a list, where the configuration has dims [1].
             if self._batching and array.ndim == 1 and output.dims == (1,):
                 return array.reshape(-1, 1)

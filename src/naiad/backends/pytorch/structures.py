@@ -1,7 +1,8 @@
 """Finds the configured outputs in what a model returned: a tensor, or any nesting of the usual containers.
 
 Dictionaries (those of Hugging Face too), NamedTuples, dataclasses, objects with attributes, tuples and lists are
-looked into; everything else is a leaf. Lists of strings are leaves. Runs in hosts.
+looked into; everything else is a leaf. Lists of strings are leaves, and so are empty lists: whatever they could hold, what
+comes behind them keeps its place. Runs in hosts.
 
 The names of a leaf, of which the first that is configured counts:
 - its keys or attributes, joined by dots, with `__0`, `__1` for places in an inner tuple: `logits`, `boxes.xy`,
@@ -65,8 +66,8 @@ def field_names(value: tuple[Any, ...]) -> Sequence[str]:
 
 
 def is_text(value: Any) -> bool:
-    """Whether a list is of strings, at any depth."""
-    return isinstance(value, list) and bool(value) and all(isinstance(it, str) or is_text(it) for it in value)
+    """Whether a list is of strings, at any depth; one that is empty may be."""
+    return isinstance(value, list) and all(isinstance(it, str) or is_text(it) for it in value)
 
 
 def leaves(value: Any) -> list[tuple[Path, Any]]:
@@ -185,7 +186,7 @@ def describe(value: Any, depth: int = 0) -> str:
         return f"Tensor({str(value.dtype).removeprefix('torch.')}{list(value.shape)})"
     if isinstance(value, Declared):
         return f"Tensor({value.datatype.name}{list(value.shape or ())})" if value.datatype else "Tensor"
-    if is_text(value):
+    if value and is_text(value):
         return "List[str]" if isinstance(value[0], str) else "List[List[str]]"
     parts = children(value)
     if parts is None:

@@ -80,7 +80,10 @@ def _signature_name(model: ModelContext, definitions: Mapping[str, Any], wanted:
         return name
     others = [other for other in sorted(definitions) if other not in _NO_SERVING]
     if wanted or not others:
-        raise Internal(f"unable to load model '{model.name}', expected '{name}' signature")
+        there = ", ".join(map(repr, others)) or "none"
+        raise Internal(
+            f"unable to load model '{model.name}', expected '{name}' signature; signatures there are {there}"
+        )
     log(model, "WARNING", f"model '{model.name}' has no signature '{name}', using signature '{others[0]}'")
     return others[0]
 
