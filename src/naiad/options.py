@@ -183,7 +183,7 @@ def _restriction(flag: str) -> Callable[[str], Restriction]:
     def parse(text: str) -> Restriction:
         names, colon, header = text.partition(":")
         key, equals, value = header.partition("=")
-        if not colon or not equals or not key:
+        if not colon or not equals or not key or not value:
             raise ValueError(f"{flag} option format is '<config name>:<setting>=<value>'. Got {text}")
         categories = frozenset(name.strip() for name in names.split(","))
         for name in sorted(categories - frozenset(API_CATEGORIES)):

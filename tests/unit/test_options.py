@@ -148,6 +148,7 @@ def test_values_of_options_that_may_be_off(name, text, value):
         ("http_restricted_api", "health", "format is '<config name>:<setting>=<value>'. Got health"),
         ("http_restricted_api", "health:a", "Got health:a"),
         ("http_restricted_api", "health:=a", "Got health:=a"),
+        ("http_restricted_api", "health:a=", "Got health:a="),
         ("backend_config", "onnx", "format is '<backend name>,<setting>=<value>'. Got onnx"),
         ("backend_config", "onnx,a", "Got onnx,a"),
         ("backend_config", ",a=b", "No backend specified."),

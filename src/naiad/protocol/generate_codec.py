@@ -36,7 +36,7 @@ def decode_generate(
     def take(key: str, value: Any) -> None:
         config_of_input = config.inputs.get(key)
         if config_of_input is None:
-            parameters[key] = parameter_value(key, value)
+            parameters.setdefault(key, parameter_value(key, value))
             return
         tensor = _tensor(config_of_input, value, max_input_size)
         if key in tensors:
@@ -56,7 +56,8 @@ def decode_generate(
                     take(inner, inner_value)
             except NaiadError as error:
                 raise type(error)(f"Converting keyword: '{_NESTED}': {error}") from error
-        elif key != "id":
+        else:
+            # The request's id too: a model may have an input of that name, and else finds it among its parameters.
             take(key, value)
     if forwarded:
         parameters.update(forwarded)

@@ -76,8 +76,11 @@ ALL_BINARY: Final = OutputPlan({}, binary_default=True, is_binary=True)
 
 
 def plan_of(specs: Iterable[OutputSpec], binary_default: bool) -> OutputPlan:
-    """The plan of a request that says what it wants of each of these outputs, or nothing."""
-    outputs = {spec.name: spec for spec in specs}
+    """The plan of a request that says what it wants of each of these outputs, or nothing. What it says first of one
+    counts, as in Triton."""
+    outputs: dict[str, OutputSpec] = {}
+    for spec in specs:
+        outputs.setdefault(spec.name, spec)
     if not outputs:
         return ALL_BINARY if binary_default else ALL_JSON
     has_regions = any(spec.region is not None for spec in outputs.values())

@@ -412,6 +412,9 @@ def _reply(outputs: Sequence[Message], regions: Regions, peer: str, empty_final:
                 raise InvalidArgument("invalid value for 'classification' parameter, expected >= 0")
             if region is not None:
                 raise InvalidArgument("output can't set both 'shared_memory_region' and 'classification'")
+        if name in specs and (specs[name].classification or specs[name].region is not None):
+            # Of several wishes the first that is one counts, as in Triton.
+            continue
         if region is None:
             specs[name] = OutputSpec(name, True, count)
         else:

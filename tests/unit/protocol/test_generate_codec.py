@@ -55,14 +55,25 @@ def test_there_may_be_any_number_of_members() -> None:
     """A look through the text for each of them would take minutes."""
     names = ",".join(f'"{number}": 1' for number in range(100_000))
     request = decode_generate(f'{{"A": 1, "id": "1", {names}, "id": "2"}}'.encode(), CONFIG)
-    assert (request.id, len(request.parameters)) == ("1", 100_000)
+    assert (request.id, len(request.parameters)) == ("1", 100_001)
 
 
 def test_the_first_of_other_members_counts() -> None:
     request = decode_generate(
-        b'{"A": 1, "id": "1", "id": "2", "parameters": {"y": 1}, "parameters": {"z": []}}', CONFIG
+        b'{"A": 1, "id": "1", "id": "2", "x": 3, "x": 4, "parameters": {"y": 1}, "parameters": {"z": []}}', CONFIG
     )
-    assert (request.id, request.parameters) == ("1", {"y": 1})
+    assert (request.id, request.parameters) == ("1", {"id": "1", "x": 3, "y": 1})
+
+
+def test_an_input_may_be_called_id() -> None:
+    text = """
+        name: "m" backend: "python"
+        input [ { name: "id" data_type: TYPE_STRING dims: [ 1 ] } ]
+        output [ { name: "O" data_type: TYPE_INT8 dims: [ 1 ] } ]
+    """
+    request = decode_generate(b'{"id": "q"}', ModelConfig(parse_text(text, "m")))
+    assert (request.id, request.parameters) == ("q", {})
+    assert [(tensor.name, tensor.data) for tensor in request.inputs] == [("id", b"\1\0\0\0q")]
 
 
 def test_quoted_names_in_texts_are_no_members() -> None:

@@ -9,7 +9,7 @@ from naiad.datatypes import DataType
 from naiad.errors import InvalidArgument
 from naiad.messages import Tensor
 from naiad.packed import unpack_bytes
-from naiad.protocol.outputs import classify
+from naiad.protocol.outputs import OutputSpec, classify, plan_of
 
 LABELS = ["cat", "dog", "fox"]
 
@@ -98,3 +98,8 @@ def test_a_few_of_many_are_those_that_sorting_all_finds(values: list[float], cou
 def test_many_classes_are_as_few_are() -> None:
     result = classify(tensor(DataType.INT32, [list(range(70_000))]), 70_000, [], True)
     assert texts(result) == [f"{number}:{number}" for number in reversed(range(70_000))]
+
+
+def test_what_is_said_first_of_an_output_counts() -> None:
+    first, other, second = OutputSpec("A", True), OutputSpec("B"), OutputSpec("A", False, 3)
+    assert plan_of([first, other, second], False).outputs == {"A": first, "B": other}

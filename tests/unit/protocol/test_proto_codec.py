@@ -1,6 +1,7 @@
 """gRPC's inference messages: every form of request and response, and Triton's words for what is wrong."""
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -450,6 +451,13 @@ def test_a_timeout_has_no_sign() -> None:
 
 def requested(name: str = "Y", **parameters: Any) -> Any:
     return message(outputs=[pb.ModelInferRequest.InferRequestedOutputTensor(name=name, parameters=parameters)])
+
+
+@pytest.mark.parametrize(("counts", "wanted"), [((2, 0), 2), ((0, 2), 2), ((2, 3), 2)])
+def test_of_an_output_asked_for_twice_the_first_wish_counts(counts: Sequence[int], wanted: int) -> None:
+    asked = [requested(**({"classification": parameter(int64_param=count)} if count else {})) for count in counts]
+    _, reply = read(message(outputs=[output for each in asked for output in each.outputs]))
+    assert reply.plan.outputs["Y"].classification == wanted
 
 
 def test_requested_outputs(regions: Regions) -> None:

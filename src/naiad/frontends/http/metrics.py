@@ -29,7 +29,7 @@ class MetricsFrontend(Service):
         reuse_port: bool = False,
     ) -> None:
         super().__init__("Metrics service", address, port, reuse_port=reuse_port, grace_s=1.0)
-        self._renders = {"/metrics": render, "/metrics/all": render_all}
+        self._renders = {"/metrics": render, "/metrics/": render, "/metrics/all": render_all}
 
     def accept(self, exchange: Exchange) -> None:
         if exchange.method != "GET":

@@ -349,6 +349,18 @@ class TestCompression:
         body = compress(json.dumps(ADD_SUB).encode())
         assert (await client.post(INFER, body, {"Content-Encoding": encoding})).json == ADD_SUB_ANSWER
 
+    @pytest.mark.parametrize(("encoding", "compress"), [("gzip", gzip.compress), ("deflate", zlib.compress)])
+    async def test_what_is_damaged_is_refused_and_what_is_cut_short_is_read(
+        self, client: Client, encoding: str, compress: Any
+    ) -> None:
+        body = compress(json.dumps(ADD_SUB).encode())
+        headers = {"Content-Encoding": encoding}
+        for damaged in (body[:-4] + bytes(4), body[:8] + b"\xff" * 40 + body[48:]):
+            answer = await client.post(INFER, damaged, headers)
+            assert answer.status == 400
+            assert b"the request's body cannot be decompressed, it is damaged: " in answer.body
+        assert (await client.post(INFER, body[:-4], headers)).json == ADD_SUB_ANSWER
+
     @pytest.mark.parametrize(
         ("accepted", "encoding"),
         [
@@ -385,7 +397,7 @@ class TestCompression:
             def __init__(self, *given: Any) -> None:
                 self._stream = decompressor(*given)
 
-            def decompress(self, data: bytes, most: int) -> bytes:
+            def decompress(self, data: bytes, most: int = 0) -> bytes:
                 nonlocal taken
                 taken += len(data)
                 return self._stream.decompress(data, most)
@@ -1017,6 +1029,7 @@ async def test_metrics() -> None:
             "text/plain; charset=utf-8",
             b"nv 1\n",
         )
+        assert (await client.get("/metrics/")).body == b"nv 1\n"
         assert (await client.get("/metrics/all")).body == b"nv 1\nnaiad 2\n"
         assert (await client.get("/other")).body == b""
         assert (await client.post("/metrics")).error == (405, "text/plain", "Method Not Allowed")
