@@ -264,11 +264,11 @@ class Slots:
                 step.signature = (step.own, None if step.start else sequence.shapes)
                 earliest_ns = min(earliest_ns, step.queued_ns)
                 ready += 1
+                top = position + 1
                 if first is None:
                     first = step
-                if step.signature == first.signature:
-                    top = position + 1
-                else:
+                elif step.signature != first.signature:
+                    # Its row is empty this time: Triton cuts a batch behind the last slot that has a request.
                     step = None
             steps.append(step)
         if first is None:

