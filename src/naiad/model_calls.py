@@ -154,9 +154,16 @@ class ModelCalls:
 
     async def _metric(self, caller: Caller, asked: MetricCall) -> float:
         value = 0.0
+        refused: NaiadError | None = None
         owner = str(caller)
         for change in asked.changes:
-            value = self._change_metric(change, owner)
+            try:
+                value = self._change_metric(change, owner)
+            except NaiadError as error:
+                # The others are of other metrics, and lost if they are not made now.
+                refused = refused or error
+        if refused is not None:
+            raise refused
         return value
 
     def _change_metric(self, change: MetricChange, owner: str) -> float:

@@ -139,7 +139,7 @@ class CustomMetrics:
         kind, metric = self._metric(family, labels)
         if kind == "histogram":
             raise Unsupported("TRITONSERVER_METRIC_KIND_HISTOGRAM does not support Increment")
-        if kind == "counter" and not value >= 0:
+        if kind == "counter" and value < 0:
             raise InvalidArgument(
                 "TRITONSERVER_METRIC_KIND_COUNTER can only be incremented monotonically by non-negative values."
             )

@@ -1,3 +1,5 @@
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -43,6 +45,11 @@ def test_values(metrics):
     metrics.set("h", "gauge", RED, 4)
     assert metrics.value("h", "gauge", RED) == 4
     assert metrics.value("h", "counter", RED) == 2.5
+
+
+def test_a_counter_takes_what_is_not_a_number(metrics):
+    metrics.increment("h", "counter", RED, math.nan)
+    assert math.isnan(metrics.value("h", "counter", RED))
 
 
 def test_help_and_type(metrics):

@@ -159,7 +159,7 @@ MetricChange = NewFamily | DropFamily | NewMetric | DropMetric | Increment | Set
 
 
 class MetricCall(msgspec.Struct, frozen=True):
-    """Changes of metrics, in order."""
+    """Changes of metrics, in order. Those that are refused keep no others from being made; the first of them is raised."""
 
     changes: tuple[MetricChange, ...]
 

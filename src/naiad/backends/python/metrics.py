@@ -180,7 +180,7 @@ class Notes:
             self._is_awake = True
             self._wake.put(True)
 
-    def take(self) -> tuple[calls.MetricChange, ...]:
+    def _take(self) -> tuple[calls.MetricChange, ...]:
         """What has been noted since the last time, in an order that gives the same values."""
         with self._lock:
             values, self._values = self._values, {}
@@ -197,14 +197,29 @@ class Notes:
             changes.append(self._drops.get())
         return tuple(changes)
 
-    def send(self, *more: calls.MetricChange) -> float:
-        """Passes on what is noted, and `more`. Raises NaiadError."""
+    def send(self) -> None:
+        """Passes on what is noted. The server's log says what is refused of it: nobody waits for that."""
         with self._sending:
-            changes = (*self.take(), *more)
-            return self._services.call("metric", calls.MetricCall(changes), float) if changes else 0.0
+            self._send()
+
+    def ask(self, change: calls.MetricChange) -> float:
+        """Passes on what is noted, and then `change` by itself. Raises what comes of that; what was noted stands."""
+        with self._sending:
+            self._send()
+            return self._call(change)
+
+    def _send(self) -> None:
+        if changes := self._take():
+            try:
+                self._call(*changes)
+            except NaiadError as error:
+                self._services.log("WARNING", f"metrics of the model are lost: {error.message}", __file__, 0)
+
+    def _call(self, *changes: calls.MetricChange) -> float:
+        return self._services.call("metric", calls.MetricCall(changes), float)
 
     def close(self) -> None:
-        """Passes on what is noted and ends the thread. Raises NaiadError."""
+        """Passes on what is noted and ends the thread."""
         self._wake.put(False)
         self.send()
 
@@ -218,10 +233,7 @@ class Notes:
             if allowed < 0:
                 time.sleep(1 / _RATE)
             self._is_awake = False
-            try:
-                self.send()
-            except NaiadError as error:
-                self._services.log("WARNING", f"metrics of the model are lost: {error.message}", __file__, 0)
+            self.send()
 
 
 def notes_of(instance: current.Instance) -> Notes:
@@ -233,7 +245,7 @@ def notes_of(instance: current.Instance) -> Notes:
 
 def _ask(notes: Notes, change: calls.MetricChange, failed: str) -> float:
     try:
-        return notes.send(change)
+        return notes.ask(change)
     except NaiadError as error:
         raise notes.instance.refused(failed, error.message) from error
 

@@ -27,21 +27,22 @@ from naiad.backends.python.calls import (
 )
 from naiad.backends.python.metrics import _RATE
 from naiad.backends.python.pb_utils import Metric, MetricFamily, TritonModelException
-from naiad.errors import InvalidArgument, NaiadError
+from naiad.errors import InvalidArgument, NaiadError, NotFound
 
 SECONDS = 10
 
 
 class Server:
-    """Takes changes; refuses with `refusal`."""
+    """Takes changes; refuses with `refusal`, calls that have changes of the kinds `refused` only."""
 
     def __init__(self) -> None:
         self.changes: SimpleQueue[MetricChange] = SimpleQueue()
         self.refusal: NaiadError | None = None
+        self.refused: Any = MetricChange
 
     def __call__(self, call: MetricCall) -> Any:
         assert msgspec.msgpack.decode(msgspec.msgpack.encode(call), type=MetricCall) == call
-        if self.refusal is not None:
+        if self.refusal is not None and any(isinstance(change, self.refused) for change in call.changes):
             raise self.refusal
         for change in call.changes:
             self.changes.put(change)
@@ -107,6 +108,25 @@ def test_a_gauge_is_set_and_moved(server: Server) -> None:
     assert change == MetricValue("f", {"a": "b"})
     assert value == 3.0
     del family
+
+
+def test_what_the_server_refuses_of_the_notes_is_not_what_is_asked(server: Server) -> None:
+    family, metric = made(server, MetricFamily.COUNTER)
+    services = current.instance().services
+    assert isinstance(services, FakeServices)
+    server.refusal, server.refused = NotFound("gone"), Increment
+    metric.increment(1)
+    assert metric.value() == 42.5
+    assert [line[:2] for line in services.logged] == [("WARNING", "metrics of the model are lost: gone")]
+    del family
+
+
+def test_what_cannot_be_asked_takes_no_notes_along(server: Server) -> None:
+    family, metric = made(server, MetricFamily.COUNTER)
+    metric.increment(2)
+    with pytest.raises(UnicodeEncodeError):
+        family.Metric(labels={"no": "\ud800 text"})
+    assert server.got(1) == [Increment("f", {"a": "b"}, 2.0)]
 
 
 def test_observations_are_collected(server: Server) -> None:
