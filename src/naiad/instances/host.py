@@ -336,10 +336,10 @@ class Host:
     def _complete(self, frame: Complete) -> None:
         try:
             context = model_context(frame.spec, frame.config, HostServices(self, frame.model), Shared())
-            reply = Reply(frame.reply, self._backend.autocomplete(context), None)
+            # In the try, as what a backend has made of a configuration need not be fit to travel.
+            self.reply(Reply(frame.reply, self._backend.autocomplete(context), None))
         except BaseException as error:
-            reply = Reply(frame.reply, None, failure(error))
-        self.reply(reply)
+            self.reply(Reply(frame.reply, None, failure(error)))
 
     def _is_ready(self, frame: IsReady) -> None:
         try:

@@ -442,6 +442,13 @@ async def test_completion_comes_from_the_backend(both):
         await model.complete(parameters(complete_fails="no such model file"))
 
 
+async def test_a_completion_that_cannot_travel_is_refused_and_the_host_lives(lab):
+    model = await lab.open("Identity")
+    with pytest.raises(Internal, match=r"^Encoding objects of type numpy.int64 is unsupported$"):
+        await model.complete(parameters(complete_oddly="yes"))
+    assert await model.complete({"name": "m"}) == {"name": "m", "max_batch_size": 4}
+
+
 async def test_a_failed_constructor_fails_the_load_with_its_text(both):
     model = await both.open("Identity")
     with pytest.raises(Internal, match=r"^cannot open the file$"):

@@ -63,14 +63,16 @@ class PythonBackend(RequestBackend):
             if not hasattr(python_class, "auto_complete_config"):
                 return None
             completed = python_class.auto_complete_config(ModelConfig(json.dumps(model.config)))
+            if not isinstance(completed, ModelConfig):
+                raise Internal(
+                    f"auto_complete_config function in model '{model.name}' must return a valid pb.ModelConfig object."
+                )
+            # Model code may have put anything into it. As JSON it is a configuration, or refused in Triton's words.
+            config: ConfigDict = json.loads(json.dumps(completed.as_dict()))
         except _FAILURES as error:
             end_fork(host, error)
             raise Internal(exception_text(error)) from error
-        if not isinstance(completed, ModelConfig):
-            raise Internal(
-                f"auto_complete_config function in model '{model.name}' must return a valid pb.ModelConfig object."
-            )
-        return completed.as_dict()
+        return config
 
     def __init__(self, model: ModelContext, instance: InstanceContext) -> None:
         _check_parameters(model.parameters)
