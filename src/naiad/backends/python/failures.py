@@ -25,12 +25,22 @@ def exception_text(error: BaseException) -> str:
         At:
           /models/classify/1/model.py(14): execute
 
-    An error without frames of the model, such as a syntax error in its file, has no "At" part. A `NaiadError`
-    stands for itself.
+    An error without frames of the model, such as a syntax error in its file, has no "At" part. One whose text cannot be
+    had says why. A `NaiadError` stands for itself.
     """
     if isinstance(error, NaiadError):
         return text_of(error)
-    text = f"{type(error).__name__}: {text_of(error)}"
+    text = _with_frames(error)
+    try:
+        str(error)
+    except BaseException as another:
+        gap = "" if text.endswith("\n") else "\n"
+        text = f"{text}{gap}\nMESSAGE UNAVAILABLE DUE TO EXCEPTION: {_with_frames(another)}"
+    return text
+
+
+def _with_frames(error: BaseException) -> str:
+    text = f"{type(error).__name__}: {text_of(error) or '<EMPTY MESSAGE>'}"
     # Compiled functions are frames of tracebacks only, which lead nowhere; importlib takes its own out of tracebacks.
     outermost: FrameType | None = None
     frame: FrameType | None = None

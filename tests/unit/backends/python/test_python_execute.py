@@ -143,6 +143,50 @@ def test_bad_results(tmp_path: Path, result: str, text: str) -> None:
     assert services.logged[0][:2] == ("ERROR", request.error)
 
 
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        ("raise ValueError", "ValueError: <EMPTY MESSAGE>\n\nAt:\n  {path}(14): execute\n"),
+        ("assert not requests", "AssertionError: <EMPTY MESSAGE>\n\nAt:\n  {path}(14): execute\n"),
+        (
+            "raise Odd('x')",
+            "Odd: <MESSAGE UNAVAILABLE DUE TO ANOTHER EXCEPTION>\n\nAt:\n  {path}(14): execute\n"
+            "\nMESSAGE UNAVAILABLE DUE TO EXCEPTION: KeyError: 'x'\n\nAt:\n  {path}(7): __str__\n",
+        ),
+        (
+            "raise Odd(Odd)",
+            "Odd: <MESSAGE UNAVAILABLE DUE TO ANOTHER EXCEPTION>\n\nAt:\n  {path}(14): execute\n\nMESSAGE UNAVAILABLE DUE "
+            "TO EXCEPTION: Odd: <MESSAGE UNAVAILABLE DUE TO ANOTHER EXCEPTION>\n\nAt:\n  {path}(9): __str__\n",
+        ),
+        (
+            "raise Odd(5)",
+            "Odd: <MESSAGE UNAVAILABLE DUE TO ANOTHER EXCEPTION>\n\nAt:\n  {path}(14): execute\n"
+            "\nMESSAGE UNAVAILABLE DUE TO EXCEPTION: TypeError: __str__ returned non-string (type int)",
+        ),
+    ],
+)
+def test_errors_without_a_text(tmp_path: Path, body: str, text: str) -> None:
+    path = write(
+        tmp_path,
+        f"""
+        class Odd(Exception):
+            def __str__(self):
+                if self.args[0] == "x":
+                    raise KeyError("x")
+                if self.args[0] is Odd:
+                    raise Odd(Odd)
+                return self.args[0]
+
+        class TritonPythonModel:
+            def execute(self, requests):
+                {body}
+        """,
+    )
+    request = FakeRequest()
+    load(path).execute([request])
+    assert request.error == FAILED + text.format(path=path)
+
+
 def test_the_stack_of_an_error_has_the_model_only_innermost_first(tmp_path: Path) -> None:
     path = write(
         tmp_path,
@@ -280,13 +324,14 @@ def test_a_rescheduled_request_must_not_have_a_response(tmp_path: Path) -> None:
     assert "Expected a None object in the execute function return list for reschduled request" in request.error
 
 
-def test_finalize_is_called_and_its_failure_is_only_logged(tmp_path: Path) -> None:
+@pytest.mark.parametrize("error", ["RuntimeError"])
+def test_finalize_is_called_and_its_failure_is_only_logged(tmp_path: Path, error: str) -> None:
     path = write(
         tmp_path,
-        """
+        f"""
         class TritonPythonModel:
             def finalize(self):
-                raise RuntimeError("at the end")
+                raise {error}("at the end")
         """,
     )
     services = FakeServices()
@@ -294,7 +339,7 @@ def test_finalize_is_called_and_its_failure_is_only_logged(tmp_path: Path) -> No
     ((level, message, _, _),) = services.logged
     assert level == "ERROR"
     assert message == (
-        f"Failed to finalize model instance 'm_0_0': RuntimeError: at the end\n\nAt:\n  {path}(6): finalize\n"
+        f"Failed to finalize model instance 'm_0_0': {error}: at the end\n\nAt:\n  {path}(6): finalize\n"
     )
 
 
