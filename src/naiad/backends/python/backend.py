@@ -32,9 +32,6 @@ from naiad.backends.python.response import InferenceResponse, result
 from naiad.backends.python.sender import end, give_back, send_final
 from naiad.errors import Cancelled, Internal, NaiadError, Unsupported
 
-#: What model code may raise and must not bring the host down with. SystemExit is a model that calls `sys.exit`.
-_FAILURES: Final = (Exception, SystemExit)
-
 _NO_RESPONSE: Final = (
     "execute returned no response for a request. Return a list with an InferenceResponse for each request, or answer "
     "through request.get_response_sender()."
@@ -69,7 +66,7 @@ class PythonBackend(RequestBackend):
                 )
             # Model code may have put anything into it. As JSON it is a configuration, or refused in Triton's words.
             config: ConfigDict = json.loads(json.dumps(completed.as_dict()))
-        except _FAILURES as error:
+        except BaseException as error:
             end_fork(host, error)
             raise Internal(exception_text(error)) from error
         return config
@@ -91,7 +88,7 @@ class PythonBackend(RequestBackend):
                 self._loop = EventLoop()
             if hasattr(self._model, "initialize"):
                 self._model.initialize(_arguments(model, instance))
-        except _FAILURES as error:
+        except BaseException as error:
             end_fork(self._host, error)
             raise Internal(exception_text(error)) from error
         self._instance.is_serving = True
@@ -103,7 +100,7 @@ class PythonBackend(RequestBackend):
         while received:
             try:
                 responses = self._run(received)
-            except _FAILURES as error:
+            except BaseException as error:
                 end_fork(self._host, error)
                 # Answered here, since responses may be out already; raised, so that the execution counts as failed.
                 raise self._fail(received, error) from error
@@ -123,7 +120,7 @@ class PythonBackend(RequestBackend):
             ready = self._model.is_ready()
             if asyncio.iscoroutine(ready):
                 ready = asyncio.run(ready) if self._loop is None else self._loop.run(ready).result()
-        except _FAILURES as error:
+        except BaseException as error:
             end_fork(self._host, error)
             raise Internal(exception_text(error)) from error
         if not isinstance(ready, bool):
@@ -140,7 +137,7 @@ class PythonBackend(RequestBackend):
                 self._model.finalize()
             if self._instance.notes is not None:
                 self._instance.notes.close()
-        except _FAILURES as error:
+        except BaseException as error:
             end_fork(self._host, error)
             self._log("ERROR", f"Failed to finalize model instance '{self._name}': {exception_text(error)}")
 

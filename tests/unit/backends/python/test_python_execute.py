@@ -132,6 +132,14 @@ def test_what_a_model_learns_about_a_request(tmp_path: Path) -> None:
             "\n\nAt:\n  {path}(5): execute\n",
         ),
         ("exit(3)", "SystemExit: 3\n\nAt:\n  <frozen _sitebuiltins>(26): __call__\n  {path}(5): execute\n"),
+        (
+            "(_ for _ in ()).throw(GeneratorExit('left'))",
+            "GeneratorExit: left\n\nAt:\n  {path}(5): <genexpr>\n",
+        ),
+        (
+            "(_ for _ in ()).throw(__import__('asyncio').CancelledError)",
+            "CancelledError: <EMPTY MESSAGE>\n\nAt:\n  {path}(5): <genexpr>\n",
+        ),
     ],
 )
 def test_bad_results(tmp_path: Path, result: str, text: str) -> None:
@@ -236,6 +244,22 @@ def test_a_result_that_cannot_be_sent_becomes_the_reason(tmp_path: Path) -> None
     assert "returned no response" in unanswered.error
 
 
+@pytest.mark.parametrize("error", ["ValueError", "SystemExit", "GeneratorExit", "asyncio.CancelledError"])
+def test_initialize_that_fails(tmp_path: Path, error: str) -> None:
+    path = write(
+        tmp_path,
+        f"""
+        import asyncio
+
+        class TritonPythonModel:
+            def initialize(self, args):
+                raise {error}("no")
+        """,
+    )
+    name = error.removeprefix("asyncio.")
+    assert load_error(path).message == f"{name}: no\n\nAt:\n  {path}(8): initialize\n"
+
+
 def test_a_model_without_execute_loads_and_says_so_when_asked(tmp_path: Path) -> None:
     path = write(tmp_path, "class TritonPythonModel:\n    pass\n")
     request = FakeRequest()
@@ -324,7 +348,7 @@ def test_a_rescheduled_request_must_not_have_a_response(tmp_path: Path) -> None:
     assert "Expected a None object in the execute function return list for reschduled request" in request.error
 
 
-@pytest.mark.parametrize("error", ["RuntimeError"])
+@pytest.mark.parametrize("error", ["RuntimeError", "GeneratorExit"])
 def test_finalize_is_called_and_its_failure_is_only_logged(tmp_path: Path, error: str) -> None:
     path = write(
         tmp_path,
@@ -426,6 +450,7 @@ def test_spawned_processes_find_the_utilities(tmp_path: Path) -> None:
     [
         ("return 5", "auto_complete_config function in model 'm' must return a valid pb.ModelConfig object."),
         ("raise ValueError('no')", "ValueError: no\n\nAt:\n  {path}(6): auto_complete_config\n"),
+        ("raise GeneratorExit", "GeneratorExit: <EMPTY MESSAGE>\n\nAt:\n  {path}(6): auto_complete_config\n"),
         ("config.as_dict()['input'] = {1}; return config", "TypeError: Object of type set is not JSON serializable*"),
         ("config.as_dict()['max_batch_size'] = np.int64(2); return config", "TypeError: Object of type int64 is not *"),
         ("config.as_dict()['parameters'] = config.as_dict(); return config", "ValueError: Circular reference *"),
