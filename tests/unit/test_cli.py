@@ -148,6 +148,17 @@ def test_version(capsys):
     assert capsys.readouterr().out == f"naiad {naiad.__version__}\n"
 
 
+def test_nothing_is_imported_from_the_folder_of_the_launcher(tmp_path, monkeypatch):
+    folder = str(tmp_path.resolve())
+    others = [entry for entry in sys.path if entry != folder]
+    monkeypatch.setattr(sys, "argv", [f"{folder}/naiad", "--version"])
+    for path in [folder, *others], others:
+        monkeypatch.setattr(sys, "path", list(path))
+        with pytest.raises(SystemExit):
+            cli.main()
+        assert sys.path == others
+
+
 def test_as_a_module():
     command = [sys.executable, "-m", "naiad", "--version"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)

@@ -81,6 +81,9 @@ def main(arguments: list[str] | None = None) -> None:
     """Runs the command line and exits."""
     if arguments is None:
         arguments = sys.argv[1:]
+        if sys.path[:1] == [os.path.dirname(os.path.realpath(sys.argv[0]))]:
+            # Python puts the folder of its script first: what lies there would be in the place of what models import.
+            del sys.path[0]
     if arguments and arguments[0].startswith("-") and arguments not in (["--help"], ["-h"], ["--version"]):
         from naiad.cli.serve import main_as_tritonserver
 

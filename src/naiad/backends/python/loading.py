@@ -20,9 +20,10 @@ def model_class(path: Path) -> Any:
     """`TritonPythonModel` of the file `path`, imported anew.
 
     The module is named `<folder>.<file>`, for example `1.model`, so that relative imports work. The folder and its
-    parent go to the end of `sys.path`, and stay there for later imports of the model. The file of a Python-based
-    backend, whose folder has the backend's name, is a module by itself: its folder would hide the library of that
-    name. Raises what the file raises, and Internal for a file that cannot be a model.
+    parent go to the end of `sys.path`, and stay there for later imports of the model; the folder in which the server
+    was started comes first, as in Triton. The file of a Python-based backend, whose folder has the backend's name, is a
+    module by itself: its folder would hide the library of that name. Raises what the file raises, and Internal for a
+    file that cannot be a model.
     """
     if not path.is_file():
         raise Internal(f"Python model file not found in '{path}'")
@@ -30,6 +31,8 @@ def model_class(path: Path) -> Any:
         raise Internal(f"Model name must end with '.py'. Model name is \"{path.name}\".")
     for name in NAMES:
         sys.modules[name] = pb_utils
+    if "" not in sys.path:
+        sys.path.insert(0, "")
     folder = path.parent
     if not folder.name.isdigit():
         return _single_module(path).TritonPythonModel

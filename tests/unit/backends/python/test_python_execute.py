@@ -436,6 +436,16 @@ def test_each_instance_loads_the_module_anew(tmp_path: Path) -> None:
     assert sys.modules["1.model"] is not first
 
 
+def test_models_import_from_the_folder_of_the_server_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for place in tmp_path / "here", tmp_path / "later":
+        place.mkdir()
+        (place / "beside_the_server.py").write_text(f"name = {place.name!r}")
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "later"), *(entry for entry in sys.path if entry)])
+    monkeypatch.chdir(tmp_path / "here")
+    load(write(tmp_path, "import beside_the_server\n" + ECHO))
+    assert sys.modules.pop("beside_the_server").name == "here"
+
+
 def test_spawned_processes_find_the_utilities(tmp_path: Path) -> None:
     import subprocess
 
