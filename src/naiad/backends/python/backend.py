@@ -30,6 +30,7 @@ from naiad.backends.python.pb_utils import ModelConfig
 from naiad.backends.python.request import REQUEST_RELEASE_RESCHEDULE, ReceivedRequest
 from naiad.backends.python.response import InferenceResponse, result
 from naiad.backends.python.sender import end, give_back, send_final
+from naiad.backends.python.texts import json_text
 from naiad.errors import Cancelled, Internal, NaiadError, Unsupported
 
 _NO_RESPONSE: Final = (
@@ -280,7 +281,7 @@ def _model_folder(model: ModelContext) -> Path:
 def _arguments(model: ModelContext, instance: InstanceContext) -> dict[str, str]:
     """What `initialize` gets; all strings."""
     return {
-        "model_config": json.dumps(model.config),
+        "model_config": json_text(model.config),
         "model_instance_kind": _KINDS[instance.kind],
         "model_instance_name": instance.name,
         "model_instance_device_id": str(instance.device_id),

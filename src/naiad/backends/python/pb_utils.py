@@ -4,6 +4,7 @@ Names, arguments and error texts are Triton's. Like everything models call, it r
 """
 
 import enum
+import re
 import struct
 import sys
 from typing import Any, ClassVar, Literal
@@ -164,6 +165,10 @@ def unload_model(model_name: str, unload_dependents: bool = False) -> None:
     current.instance().ask("unload_model", asked, type(None), "Failed to unload model")
 
 
+_LEADING_INTEGER = re.compile(r"[ \t\n\v\f\r]*([+-]?[0-9]+)")
+_BEYOND_INT64 = 1 << 63
+
+
 def is_model_ready(model_name: str, model_version: str = "") -> bool:
     """Raises TritonModelException for a version that is no number, or a model that is unknown."""
     model_name = text(model_name, "is_model_ready needs a str as model_name")
@@ -171,15 +176,16 @@ def is_model_ready(model_name: str, model_version: str = "") -> bool:
     instance = current.instance()
     version = -1
     if model_version:
-        try:
-            version = int(model_version)
-        except ValueError:
-            version = -1
-        if version < 0:
+        model_version = text(model_version, "is_model_ready needs a str as model_version")
+        # As the C function does: what follows the digits does not count.
+        digits = _LEADING_INTEGER.match(model_version)
+        version = int(digits[1]) if digits else _BEYOND_INT64
+        is_read = -_BEYOND_INT64 <= version < _BEYOND_INT64
+        if version < 0 or not is_read:
             raise instance.refused(
                 failed,
-                f"failed to get model version from specified version string '{model_version}' (details: stol), version "
-                "should be an integral value > 0",
+                f"failed to get model version from specified version string '{model_version}'"
+                f"{'' if is_read else ' (details: stol)'}, version should be an integral value > 0",
             )
     return instance.ask("is_model_ready", calls.ReadyCall(model_name, version), bool, failed)
 

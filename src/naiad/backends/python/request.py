@@ -19,13 +19,17 @@ from naiad.backends.python.failures import TritonModelException
 from naiad.backends.python.response import ErrorCode, InferenceResponse, TritonError, checked_parameters
 from naiad.backends.python.sender import InferenceResponseSender
 from naiad.backends.python.tensor import Tensor, host_array
-from naiad.backends.python.texts import plain, text
+from naiad.backends.python.texts import json_text, plain, text
 from naiad.datatypes import DataType
-from naiad.errors import NaiadError
+from naiad.errors import InvalidArgument, NaiadError, NotFound
 from naiad.packed import pack_bytes, unpack_bytes
 
 REQUEST_RELEASE_ALL: Final = 1
 REQUEST_RELEASE_RESCHEDULE: Final = 2
+
+_BEYOND_UINT32: Final = 1 << 32
+_BEYOND_INT64: Final = 1 << 63
+_BEYOND_UINT64: Final = 1 << 64
 
 
 class MemoryType(enum.IntEnum):
@@ -115,13 +119,16 @@ class InferenceRequest:
         if not isinstance(correlation_id, (int, str)):
             raise TritonModelException("Correlation ID must be integer or string")
         self._request_id = request_id
-        self._correlation_id = plain(correlation_id) if isinstance(correlation_id, str) else correlation_id
+        if isinstance(correlation_id, str):
+            self._correlation_id: int | str = plain(correlation_id)
+        else:
+            self._correlation_id = _integer(correlation_id, "correlation_id", 0, _BEYOND_UINT64)
         self._inputs = tensors
         self._outputs = outputs
         self._model_name = model_name
-        self._model_version = index(model_version)
-        self._flags = index(flags)
-        self._timeout = index(timeout)
+        self._model_version = _integer(model_version, "model_version", -_BEYOND_INT64, _BEYOND_INT64)
+        self._flags = _integer(flags, "flags", 0, _BEYOND_UINT32)
+        self._timeout = _integer(timeout, "timeout", 0, _BEYOND_UINT64)
         self._trace = trace
         self._parameters = checked_parameters(parameters) if parameters else {}
         self._release_flags = REQUEST_RELEASE_ALL
@@ -143,7 +150,7 @@ class InferenceRequest:
         return self._flags
 
     def set_flags(self, flags: Any) -> None:
-        self._flags = index(flags)
+        self._flags = _integer(flags, "flags", 0, _BEYOND_UINT32)
 
     def timeout(self) -> int:
         """In us; 0 is none."""
@@ -151,7 +158,7 @@ class InferenceRequest:
 
     def parameters(self) -> str:
         """The parameters as JSON."""
-        return json.dumps(self._parameters)
+        return json.dumps(self._parameters)  # Python's form, as in Triton
 
     def trace(self) -> InferenceTrace:
         return self._trace or InferenceTrace()
@@ -193,6 +200,11 @@ class InferenceRequest:
             trace=0 if self._trace is None else self._trace._id,
         )
         try:
+            if self._model_version < -1:
+                raise NotFound(calls.not_ready(self._model_name))
+            for value in self._parameters.values():
+                if isinstance(value, int) and not -_BEYOND_INT64 <= value < _BEYOND_INT64:
+                    raise InvalidArgument("Unsupported value type on parameters")
             if not decoupled:
                 return _response(services.call("infer", call, calls.InferAnswer))
             stream = services.call("infer", call, calls.StreamAnswer).stream
@@ -248,7 +260,7 @@ class ReceivedRequest(InferenceRequest):
         return self._source.timeout_us
 
     def parameters(self) -> str:
-        return json.dumps(dict(self._source.parameters))
+        return json_text(dict(self._source.parameters))
 
     def trace(self) -> InferenceTrace:
         return InferenceTrace(self._source.trace_context, self._source.trace)
@@ -328,6 +340,14 @@ def get_input_tensor_by_name(inference_request: Any, name: str) -> Any:
         if tensor.name() == name:
             return tensor
     return None
+
+
+def _integer(value: Any, name: str, least: int, beyond: int) -> int:
+    """An argument that is an integer; a bool is one. Raises TypeError where Triton's type does not hold it."""
+    number = int(index(value))
+    if not least <= number < beyond:
+        raise TypeError(f"InferenceRequest takes {least} to {beyond - 1} as {name}, got {number}")
+    return number
 
 
 def _start_reading(services: Services, stream: int) -> None:

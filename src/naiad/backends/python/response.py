@@ -1,7 +1,6 @@
 """`pb_utils.InferenceResponse` and `pb_utils.TritonError`, and their way to the host."""
 
 import enum
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from operator import index
 from typing import Any, ClassVar
@@ -11,7 +10,7 @@ from mypy_extensions import mypyc_attr
 from naiad.backends.api import BackendResponse
 from naiad.backends.python.failures import TritonModelException
 from naiad.backends.python.tensor import Tensor, host_array
-from naiad.backends.python.texts import plain, text
+from naiad.backends.python.texts import json_text, plain, text
 from naiad.errors import NaiadError, from_triton_code
 from naiad.messages import ParameterValue
 
@@ -93,7 +92,7 @@ class InferenceResponse:
 
     def parameters(self) -> str:
         """The parameters as JSON."""
-        return json.dumps(dict(self._parameters))
+        return json_text(dict(self._parameters))
 
     def __repr__(self) -> str:
         return f"<InferenceResponse {self._error or self._tensors}>"

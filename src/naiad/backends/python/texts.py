@@ -1,4 +1,14 @@
-"""Texts that model code gives: names, ids, messages. Runs in a host."""
+"""Texts that model code gives and gets: names, ids, messages, JSON. Runs in a host."""
+
+import json
+from typing import Any
+
+_encoder = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+
+
+def json_text(value: Any) -> str:
+    """`value` as JSON the way Triton writes it, which models may compare and pass on: `{"é":[1,2]}`."""
+    return _encoder.encode(value)
 
 
 def text(value: object, needs: str) -> str:

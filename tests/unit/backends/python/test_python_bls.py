@@ -80,7 +80,7 @@ def test_everything_of_a_request_arrives(services: FakeServices) -> None:
     )
     answer = request.exec()
     assert isinstance(answer, InferenceResponse)
-    assert answer.parameters() == '{"a": 0.5}'
+    assert answer.parameters() == '{"a":0.5}'
     ((method, call),) = services.asked
     assert method == "infer"
     assert msgspec.structs.replace(call, inputs=()) == InferCall(
@@ -153,6 +153,44 @@ def test_a_request_can_be_asked_for_what_it_was_made_of() -> None:
     assert not request.is_cancelled()
     with pytest.raises(pb_utils.TritonModelException, match="has no reference to the decoupled state"):
         request.get_response_sender()
+
+
+@pytest.mark.parametrize(
+    ("argument", "least", "most"),
+    [
+        ("correlation_id", 0, 2**64 - 1),
+        ("flags", 0, 2**32 - 1),
+        ("timeout", 0, 2**64 - 1),
+        ("model_version", -(2**63), 2**63 - 1),
+    ],
+)
+def test_numbers_of_a_request_are_as_large_as_those_of_triton(argument: str, least: int, most: int) -> None:
+    def made(value: Any) -> InferenceRequest:
+        return InferenceRequest(inputs=[], requested_output_names=[], model_name="n", **{argument: value})
+
+    for number in least, most, True:
+        made(number)
+    for number in least - 1, most + 1:
+        with pytest.raises(TypeError, match=f"^InferenceRequest takes {least} to {most} as {argument}, got {number}$"):
+            made(number)
+
+
+def test_a_correlation_id_may_be_a_bool(services: FakeServices) -> None:
+    services.answers["infer"] = lambda call: InferAnswer()
+    InferenceRequest(model_name="n", inputs=[], requested_output_names=[], correlation_id=True).exec()
+    ((_, call),) = services.asked
+    assert encoded(call, InferCall).correlation_id == 1
+
+
+def test_what_no_request_can_carry_is_answered_with_an_error(services: FakeServices) -> None:
+    for more, text in (
+        ({"model_version": -2}, "Failed for execute the inference request. Model 'n' is not ready."),
+        ({"parameters": {"a": 2**63}}, "Unsupported value type on parameters"),
+        ({"parameters": {"a": -(2**63) - 1}}, "Unsupported value type on parameters"),
+    ):
+        answer = InferenceRequest(model_name="n", inputs=[], requested_output_names=[], **more).exec()  # type: ignore[arg-type]
+        assert isinstance(answer, InferenceResponse)
+        assert answer.error().message() == f"Model n - Error when running inference: {text}"  # type: ignore[union-attr]
 
 
 def test_what_is_no_request() -> None:
@@ -339,13 +377,14 @@ def test_control_of_models(services: FakeServices) -> None:
     pb_utils.load_model("n")
     pb_utils.load_model(model_name="n", config="{}", files={"file:1/model.py": b"x"})
     pb_utils.unload_model("n", unload_dependents=True)
-    assert pb_utils.is_model_ready("n", "2")
+    for version in "2", b"2", " +2_0", "2x":
+        assert pb_utils.is_model_ready("n", version)  # type: ignore[arg-type]
     assert not pb_utils.is_model_ready("n")
     assert services.asked == [
         ("load_model", calls.LoadCall("n")),
         ("load_model", calls.LoadCall("n", "{}", {"file:1/model.py": b"x"})),
         ("unload_model", calls.UnloadCall("n", True)),
-        ("is_model_ready", calls.ReadyCall("n", 2)),
+        *[("is_model_ready", calls.ReadyCall("n", 2))] * 4,
         ("is_model_ready", calls.ReadyCall("n", -1)),
     ]
 
@@ -368,6 +407,16 @@ def test_control_of_models_that_fails(services: FakeServices) -> None:
             lambda: pb_utils.is_model_ready("n", "x"),
             f"Failed to check model readiness: {process}failed to get model version from specified version string 'x' "
             "(details: stol), version should be an integral value > 0",
+        ),
+        (
+            lambda: pb_utils.is_model_ready("n", f"{2**63}"),
+            f"Failed to check model readiness: {process}failed to get model version from specified version string "
+            "'9223372036854775808' (details: stol), version should be an integral value > 0",
+        ),
+        (
+            lambda: pb_utils.is_model_ready("n", "-2"),
+            f"Failed to check model readiness: {process}failed to get model version from specified version string "
+            "'-2', version should be an integral value > 0",
         ),
     ):
         with pytest.raises(pb_utils.TritonModelException) as error:

@@ -1,6 +1,5 @@
 """What a model's `execute` may return and raise, and how its life begins and ends."""
 
-import json
 import sys
 import threading
 from dataclasses import replace
@@ -41,11 +40,11 @@ def test_initialize_gets_strings(tmp_path: Path) -> None:
         """,
         version=3,
     )
-    model = context(path, max_batch_size=8)
+    model = context(path, max_batch_size=8, default_model_filename="modèle.py")
     PythonBackend(model, InstanceContext("m_0_1", "KIND_GPU", 2))
     seen = sys.modules["3.model"].seen
-    assert json.loads(seen.pop("model_config")) == model.config
     assert seen == {
+        "model_config": '{"name":"m","max_batch_size":8,"input":[],"output":[],"default_model_filename":"modèle.py"}',
         "model_instance_kind": "GPU",
         "model_instance_name": "m_0_1",
         "model_instance_device_id": "2",
@@ -104,10 +103,10 @@ def test_what_a_model_learns_about_a_request(tmp_path: Path) -> None:
         """,
     )
     request = FakeRequest(("Y",), id="abc")
-    request.correlation_id, request.flags, request.timeout_us, request.parameters = "s", 1, 50, {"p": 0.5}
+    request.correlation_id, request.flags, request.timeout_us, request.parameters = "s", 1, 50, {"p": 0.5, "ö": True}
     request.cancelled = True
     load(path).execute([request])
-    assert sys.modules["1.model"].seen == ["abc", "s", 1, 50, '{"p": 0.5}', {"Y"}, True, None, None, 2]
+    assert sys.modules["1.model"].seen == ["abc", "s", 1, 50, '{"p":0.5,"ö":true}', {"Y"}, True, None, None, 2]
     assert isinstance(request.answer, BackendResponse)
     assert request.answer.parameters == {"a": 1, "b": "x", "c": True}
 

@@ -87,7 +87,7 @@ def test_responses() -> None:
     tensor = Tensor("X", np.zeros(1))
     response = InferenceResponse(output_tensors=[tensor], parameters={"a": 1, "b": "c"})
     assert response.output_tensors() == [tensor]
-    assert response.parameters() == '{"a": 1, "b": "c"}'
+    assert response.parameters() == '{"a":1,"b":"c"}'
     assert not response.has_error()
     failed = InferenceResponse(error=TritonError("x"))
     assert failed.has_error()
