@@ -20,8 +20,9 @@ Labels = Mapping[str, str]
 #: memory.
 MOST_SERIES = 100_000
 
-_FAMILY_NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
-_LABEL_NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
+#: Names that begin with two underscores are Prometheus' own.
+_FAMILY_NAME = re.compile(r"(?!__)[a-zA-Z_:][a-zA-Z0-9_:]*")
+_LABEL_NAME = re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*")
 
 
 class Histogram:
@@ -30,7 +31,7 @@ class Histogram:
     def __init__(self, bounds: Iterable[float]) -> None:
         self.bounds = tuple(bound for bound in bounds if not math.isinf(bound))
         if list(self.bounds) != sorted(set(self.bounds)) or any(map(math.isnan, self.bounds)):
-            raise InvalidArgument(f"histogram buckets must be in ascending order, got {list(self.bounds)}")
+            raise InvalidArgument(f"Bucket Boundaries must be strictly sorted, got {list(self.bounds)}")
         self.counts = [0] * (len(self.bounds) + 1)
         self.sum = 0.0
 
@@ -96,7 +97,7 @@ class CustomMetrics:
                 raise Unsupported(f"models have made {MOST_SERIES} metric families already, the most that are allowed")
             known = self._families[family] = _Family(family, description, kind)
         elif known.kind != kind:
-            raise AlreadyExists(f"metric family '{family}' exists already, as a {known.kind}")
+            raise AlreadyExists(f"Family name already exists with different type: '{family}' is a {known.kind}")
         known.owners[owner] += 1
 
     def drop_family(self, owner: str, family: str) -> None:

@@ -98,18 +98,24 @@ def test_help_and_type(metrics):
         (
             lambda m: m.new_metric("h", "histogram", {}, (2, 1)),
             InvalidArgument,
-            "histogram buckets must be in ascending order, got [2, 1]",
+            "Bucket Boundaries must be strictly sorted, got [2, 1]",
         ),
         (
             lambda m: m.new_metric("h", "gauge", {"a-b": "c"}),
             InvalidArgument,
             "Invalid label name 'a-b' of a metric of family 'gauge'",
         ),
+        (
+            lambda m: m.new_metric("h", "gauge", {"__a": "b"}),
+            InvalidArgument,
+            "Invalid label name '__a' of a metric of family 'gauge'",
+        ),
         (lambda m: m.new_family("h", "a b", "", "gauge"), InvalidArgument, "Invalid metric name 'a b'"),
+        (lambda m: m.new_family("h", "__a", "", "gauge"), InvalidArgument, "Invalid metric name '__a'"),
         (
             lambda m: m.new_family("h", "gauge", "", "counter"),
             AlreadyExists,
-            "metric family 'gauge' exists already, as a gauge",
+            "Family name already exists with different type: 'gauge' is a gauge",
         ),
         (
             lambda m: m.new_family("h", "nv_inference_count", "", "counter"),

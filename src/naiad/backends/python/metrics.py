@@ -39,7 +39,9 @@ class MetricFamily:
     def __init__(self, name: str, description: str, kind: MetricKind) -> None:
         self._name = name = text(name, "MetricFamily needs a str as its name")
         description = text(description, "MetricFamily needs a str as its description")
-        self._kind = MetricKind(kind)
+        if not isinstance(kind, MetricKind):
+            raise TypeError(f"MetricFamily needs a MetricKind, got {type(kind)}")
+        self._kind = kind
         self._notes = notes_of(current.instance())
         self._alive = [True]
         kind_name: dict[MetricKind, calls.MetricKind] = {
@@ -126,6 +128,8 @@ class Metric:
                 "deleted. The 'MetricFamily' object should be deleted AFTER its corresponding 'Metric' objects have "
                 "been deleted."
             )
+        if isinstance(value, str | bytes | bytearray):  # which float() would read
+            raise TypeError(f"a metric needs a number, got {type(value)}")
         return float(value)
 
     def _unsupported(self, verb: str, operation: str) -> TritonModelException:

@@ -249,6 +249,20 @@ def test_metrics_that_cannot_be_made(server: Server) -> None:
         assert str(error.value) == f"Failed to create metric. {text}"
 
 
+@pytest.mark.parametrize("kind", [0, 5, None, "counter"])
+def test_what_is_no_kind(server: Server, kind: Any) -> None:
+    with pytest.raises(TypeError, match="MetricFamily needs a MetricKind, got <class"):
+        MetricFamily("f", "", kind)
+
+
+@pytest.mark.parametrize("value", ["5", b"5", None])
+def test_what_is_no_number(server: Server, value: Any) -> None:
+    family, metric = made(server, MetricFamily.COUNTER)
+    with pytest.raises(TypeError):
+        metric.increment(value)
+    del family
+
+
 def test_a_metric_does_not_outlive_its_family(server: Server) -> None:
     family, metric = made(server, MetricFamily.COUNTER)
     del family
