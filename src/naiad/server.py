@@ -44,7 +44,7 @@ from naiad.models.sources import RepositorySources
 from naiad.models.table import ModelTable
 from naiad.options import ServerOptions
 from naiad.protocol.regions import Regions
-from naiad.repository.watcher import changes
+from naiad.repository.watcher import looks
 from naiad.scheduling.cache import LocalStore, Store, families, store_of
 from naiad.scheduling.rate_limit import RateLimiter
 from naiad.scheduling.scheduler import Call, Progress
@@ -455,9 +455,11 @@ class Server:
     async def _watch(self, manager: ModelManager) -> None:
         # From the picture the models were loaded from: what has changed meanwhile is a change.
         start = manager.first_snapshot
-        async for snapshot in changes(self._sources.repositories, self.options.repository_poll_secs, start):
+        async for snapshot in looks(self._sources.repositories, self.options.repository_poll_secs, start):
             try:
-                await manager.follow(snapshot)
+                if snapshot is not None:
+                    await manager.follow(snapshot)
+                await manager.retry()
             except Exception as error:
                 self.log.exception("following the model repositories failed; trying again at the next change", error)
 

@@ -6,6 +6,7 @@ as tasks beside each other, a model that fails never takes another along, and wh
 """
 
 import asyncio
+import re
 from collections.abc import Coroutine, Iterable, Mapping
 from itertools import takewhile
 from typing import Any, Literal, Protocol
@@ -28,6 +29,8 @@ from naiad.telemetry.log import Log
 
 #: What versions whose requests have ended get in any case, to unload when the server ends.
 _UNLOAD_S = 1.0
+#: What differs in the texts of an error that is the same: addresses, sizes, process ids.
+_NUMBER = re.compile(r"0x[0-9a-f]+|[0-9]+")
 
 
 class Sources(Protocol):
@@ -123,6 +126,20 @@ class ModelManager:
         ]
         await self._want(changed, snapshot)
         self._reconcile()
+
+    async def retry(self) -> None:
+        """Loads what failed to load again (mode poll): what was in its way may have gone, though its files are the same."""
+        failed = [
+            (record, record.source)
+            for record in self._records.values()
+            if record.source is not None and record.failed is not None and record.loading is None
+        ]
+        for record, source in failed:
+            if isinstance(source.draft, NaiadError):
+                source.draft = (await self._sources.read(source.directory)).draft
+            record.failed = None
+        if failed:
+            self._reconcile()
 
     def _note_snapshot(self, snapshot: Snapshot) -> None:
         for repository, reason in snapshot.failures.items():
@@ -336,6 +353,7 @@ class ModelManager:
 
     def _set_source(self, record: Record, source: Source | None) -> None:
         old, record.source = record.source, source
+        record.failures = 0
         if source is not None:
             source.uses += 1
         if old is not None:
@@ -411,7 +429,8 @@ class ModelManager:
         try:
             draft, versions = await self._choose(source)
             for version in versions:
-                self._log.info(f"loading: {record.name}:{version}")
+                if _is_worth_a_line(record.failures + 1):
+                    self._log.info(f"loading: {record.name}:{version}")
                 model = record.models.get(version)
                 if model is None:
                     # Triton begins to load an ensemble when it has found that it can be served.
@@ -521,28 +540,39 @@ class ModelManager:
         record.loading = None
         if isinstance(error, NaiadError):
             problem: NaiadError = load_failed(record.name, error.message)
-            if not versions:
-                self._log.error(f"failed to load model '{record.name}': {error.message}{_advised(error)}")
         else:
             problem = Internal(f"load failed for model '{record.name}': {error!r}. This is a bug.")
-            self._log.exception(f"loading model '{record.name}' failed", error)
+        record.failures = record.failures + 1 if _is_same(problem, record.error) else 1
+        if not isinstance(error, NaiadError):
+            if record.failures == 1:
+                self._log.exception(f"loading model '{record.name}' failed", error)
+        elif not versions:
+            self._log_failure(record, f"failed to load model '{record.name}': {error.message}{_advised(error)}")
         if not record.abandoned:
             record.failed = generation
             record.error = problem
         for version in versions:
             reason = with_kind(errors[version]) if version in errors else "unloaded"
             if version in errors:
-                self._log.error(
-                    f"failed to load '{record.name}' version {version}: {reason}{_advised(errors[version])}"
-                )
+                text = f"failed to load '{record.name}' version {version}: {reason}{_advised(errors[version])}"
+                self._log_failure(record, text)
             if version not in record.models and not source.members:
                 record.states[version] = ("UNAVAILABLE", reason)
             elif version in errors and version in in_place:
                 record.states[version] = ("READY", reason)
         if versions:
-            self._log.info(f"failed to load '{record.name}'")
+            if record.failures == 1:
+                self._log.info(f"failed to load '{record.name}'")
         elif isinstance(source.draft, Draft) and not source.draft.is_ensemble:
             record.has_no_version = True
+
+    def _log_failure(self, record: Record, text: str) -> None:
+        """The same failure is told in full once, and then in a line, the more seldom the more often it occurs."""
+        if record.failures == 1:
+            self._log.error(text)
+        elif _is_worth_a_line(record.failures):
+            first, _, _ = text.partition("\n")
+            self._log.error(f"{first} ({record.failures} times in a row)")
 
     def _update_done(
         self,
@@ -575,6 +605,7 @@ class ModelManager:
         self._serve(record, now)
         record.serving = generation
         record.failed = None
+        record.failures = 0
         record.error = None
         record.has_no_version = False
         for version in now:
@@ -688,6 +719,15 @@ class ModelManager:
 
 def _advised(error: NaiadError) -> str:
     return f" ({error.advice})" if error.advice else ""
+
+
+def _is_same(one: NaiadError, other: NaiadError | None) -> bool:
+    return other is not None and _NUMBER.sub("", one.message) == _NUMBER.sub("", other.message)
+
+
+def _is_worth_a_line(times: int) -> bool:
+    """Of all times the 1st, 2nd, 4th, 8th..."""
+    return times & (times - 1) == 0
 
 
 def _same_files(one: ModelDirectory, other: ModelDirectory) -> bool:

@@ -11,7 +11,8 @@ they take over together; if one fails, the new ones go and the old ones stay (re
     generation G    nothing, or serves another one         Update to G     (an ensemble: once its members serve)
     generation G    loads G, or serves G                   -
     generation G    loads another one                      -               (asked again when that load ends)
-    generation G    G failed before                        -               (until the files change or somebody insists)
+    generation G    G failed before                        -               (until the files change, somebody insists, or
+                                                           `retry` forgets the failure)
     generation G    a member is not wanted or failed,      Block, with the reason
                     or it is a member of itself
     nothing         loads                                  Abandon

@@ -76,6 +76,8 @@ class Record:
     abandoned: bool = False
     #: Why the last load failed, as the caller of `load` is told.
     error: NaiadError | None = None
+    #: How often in a row the source could not be loaded for that reason.
+    failures: int = 0
     models: dict[int, Model] = field(default_factory=dict)
     #: Instances that an update took out and that end what they have begun; not those of sequences.
     leaving: set[asyncio.Task[None]] = field(default_factory=set)

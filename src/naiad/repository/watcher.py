@@ -1,7 +1,7 @@
 """Watching model repositories: which changes count, and when somebody looks.
 
 `Settled` is pure: a model counts as changed once two scans in a row saw the same, so that a half-copied model is not
-loaded. `changes` is the shell around it; it runs on the event loop and scans in a thread.
+loaded. `looks` is the shell around it; it runs on the event loop and scans in a thread.
 """
 
 import asyncio
@@ -78,15 +78,16 @@ def _with_unreadable(seen: Snapshot, current: Snapshot) -> Snapshot:
     return Snapshot(models, {**seen.duplicates, **duplicates}, seen.failures)
 
 
-async def changes(
+async def looks(
     repositories: Iterable[str | Path],
     interval_s: float,
     start: Snapshot,
     *,
     look: Callable[[list[str | Path]], Snapshot] = scan,
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-) -> AsyncIterator[Snapshot]:
-    """Complete snapshots of the repositories, one after each settled change since `start`.
+) -> AsyncIterator[Snapshot | None]:
+    """One item for each look at the repositories: a complete snapshot if something has settled since the look before, or
+    since `start`, else None.
 
     Looks every `interval_s` seconds, and again after SETTLE_S while something is being written. An interval of 0
     ends at once: nobody looks. `look` is called in a thread.
@@ -95,6 +96,4 @@ async def changes(
     settled = Settled(start)
     while interval_s > 0:
         await sleep(min(SETTLE_S, interval_s) if settled.waiting else interval_s)
-        snapshot = settled.observe(await asyncio.to_thread(look, paths))
-        if snapshot is not None:
-            yield snapshot
+        yield settled.observe(await asyncio.to_thread(look, paths))

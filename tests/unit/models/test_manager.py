@@ -1,9 +1,10 @@
 """The order of requests to load and unload: over real folders, with a loader that waits until it is told to go on."""
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -14,6 +15,7 @@ from naiad.models.manager import ModelManager
 from naiad.models.model import Model
 from naiad.models.sources import RepositorySources
 from naiad.models.table import ModelTable, Source
+from naiad.repository.snapshot import scan
 from naiad.statistics import ModelStatistics
 from naiad.telemetry.log import Log
 
@@ -67,15 +69,15 @@ def tensors(one: str, other: str) -> str:
 
 
 class Models:
-    """A manager in explicit mode, over models in a folder."""
+    """A manager, over models in a folder."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, mode: Literal["explicit", "poll"] = "explicit") -> None:
         self.path = path
         self.loader = SlowLoader()
         sources = RepositorySources([str(path)], config_name="", auto_complete=True, gpus=())
         self.log = Log()
         self.log.configure(info=False, error=False)
-        self.manager = ModelManager(ModelTable(), sources=sources, loader=self.loader, log=self.log, mode="explicit")
+        self.manager = ModelManager(ModelTable(), sources=sources, loader=self.loader, log=self.log, mode=mode)
         self.ended: list[str] = []
 
     def write(self, name: str, text: str = "") -> None:
@@ -388,6 +390,102 @@ async def test_an_ensemble_whose_member_has_gone_is_unloaded(models: Models) -> 
     while table.index({"a": 1, "e": 1}) != unloaded:
         await models.manager.next_change()
     assert table.all_ready()
+
+
+@pytest.fixture
+async def polled(tmp_path: Path) -> AsyncIterator[Models]:
+    models = Models(tmp_path, "poll")
+    for name in ("a", "b"):
+        models.write(name, "pass")
+    models.write_ensemble("e", "a")
+    yield models
+    assert await models.manager.close(0)
+
+
+async def started(polled: Models, **errors: str) -> None:
+    polled.loader.errors = {name: InvalidArgument(text) for name, text in errors.items()}
+    polled.loader.go("a", "b", "e")
+    await polled.manager.start()
+
+
+async def poll(polled: Models) -> None:
+    """A look at the repository that has found no change, and what follows from it."""
+    await polled.manager.retry()
+    await rest(polled)
+
+
+async def rest(polled: Models) -> None:
+    records = polled.manager.table.records.values()
+    while any(record.loading is not None for record in records):
+        await polled.manager.next_change()
+
+
+async def test_polling_loads_what_failed_again_and_then_the_ensemble_that_waits_for_it(polled: Models) -> None:
+    await started(polled, a="no memory")
+    for _ in range(2):
+        polled.loader.go("a")
+        await poll(polled)
+        assert not polled.manager.table.all_ready()
+    assert polled.loader.begun == ["a", "b", "a", "a"]
+    del polled.loader.errors["a"]
+    polled.loader.go("a")
+    await poll(polled)
+    assert polled.ready() == ["a", "b", "e"]
+    assert polled.manager.table.all_ready()
+    await poll(polled)
+    assert polled.loader.begun == ["a", "b", "a", "a", "a", "e"]
+
+
+async def test_polling_tries_a_new_version_again_while_the_old_one_serves(polled: Models) -> None:
+    await started(polled)
+    (polled.path / "a" / "2").mkdir()
+    polled.loader.errors["a"] = InvalidArgument("no memory")
+    polled.loader.go("a", "a", "a", "e")
+    await polled.manager.follow(scan([polled.path]))
+    await rest(polled)
+    await poll(polled)
+    assert polled.manager.table.versions("a") == ("1",)
+    del polled.loader.errors["a"]
+    await poll(polled)
+    assert polled.manager.table.versions("a") == ("2",)
+    assert polled.loader.begun == ["a", "b", "e", "a", "a", "a", "e"]
+
+
+async def test_polling_reads_a_configuration_again_that_could_not_be_read(polled: Models) -> None:
+    config = polled.path / "a" / "config.pbtxt"
+    text = config.read_text()
+    status = config.stat()
+    config.write_text("*" * len(text))
+    os.utime(config, ns=(status.st_atime_ns, status.st_mtime_ns))
+    await started(polled)
+    assert polled.ready() == ["b"]
+    config.write_text(text)
+    os.utime(config, ns=(status.st_atime_ns, status.st_mtime_ns))
+    await poll(polled)
+    assert polled.ready() == ["a", "b", "e"]
+
+
+async def test_a_failure_is_told_in_full_once_for_each_reason(
+    polled: Models, capsys: pytest.CaptureFixture[str]
+) -> None:
+    polled.log.configure(error=True)
+    await started(polled, a="no memory: 10 MB free\n\nAt:\n  model.py(4)")
+    for free in range(2, 10):
+        polled.loader.errors["a"] = InvalidArgument(f"no memory: {free} MB free\n\nAt:\n  model.py(4)")
+        polled.loader.go("a")
+        await poll(polled)
+    polled.loader.errors["a"] = InvalidArgument("no licence")
+    polled.loader.go("a")
+    await poll(polled)
+    lines = [line.partition("] ")[2] for line in capsys.readouterr().err.splitlines() if "'a' version 1:" in line]
+    failed = "failed to load 'a' version 1: Invalid argument:"
+    assert lines == [
+        f'"{failed} no memory: 10 MB free\\n\\nAt:\\n  model.py(4)"',
+        f'"{failed} no memory: 2 MB free (2 times in a row)"',
+        f'"{failed} no memory: 4 MB free (4 times in a row)"',
+        f'"{failed} no memory: 8 MB free (8 times in a row)"',
+        f'"{failed} no licence"',
+    ]
 
 
 async def test_requests_do_not_keep_a_server_that_stops(models: Models) -> None:

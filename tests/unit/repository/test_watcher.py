@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from naiad.repository.snapshot import ModelDirectory, Snapshot
-from naiad.repository.watcher import SETTLE_S, Settled, changes
+from naiad.repository.watcher import SETTLE_S, Settled, looks
 
 
 def snapshot(*, failed: tuple[str, ...] = (), duplicates: tuple[str, ...] = (), **models: str) -> Snapshot:
@@ -106,11 +106,9 @@ async def test_changes_are_looked_for_at_the_interval_and_sooner_while_something
         return next(scans)
 
     sleeps = Sleeps()
-    stream = changes(["/r"], 15, OLD, look=look, sleep=sleeps)
-    assert await anext(stream) == NEWER
-    assert sleeps.seconds == [15, 15, SETTLE_S, SETTLE_S]
-    assert await anext(stream) == OLD
-    assert sleeps.seconds[4:] == [15, 15, SETTLE_S]
+    stream = looks(["/r"], 15, OLD, look=look, sleep=sleeps)
+    assert [await anext(stream) for _ in range(7)] == [None, None, None, NEWER, None, None, OLD]
+    assert sleeps.seconds == [15, 15, SETTLE_S, SETTLE_S, 15, 15, SETTLE_S]
     assert asked[0] == ["/r"]
     await stream.aclose()
 
@@ -118,20 +116,21 @@ async def test_changes_are_looked_for_at_the_interval_and_sooner_while_something
 async def test_a_short_interval_is_never_made_longer():
     scans = iter([NEW, NEW])
     sleeps = Sleeps()
-    stream = changes(["/r"], 0.1, OLD, look=lambda paths: next(scans), sleep=sleeps)
-    assert await anext(stream) == NEW
+    stream = looks(["/r"], 0.1, OLD, look=lambda paths: next(scans), sleep=sleeps)
+    assert [await anext(stream) for _ in range(2)] == [None, NEW]
     assert sleeps.seconds == [0.1, 0.1]
     await stream.aclose()
 
 
 async def test_an_interval_of_0_looks_never():
-    assert [found async for found in changes(["/r"], 0, OLD)] == []
+    assert [found async for found in looks(["/r"], 0, OLD)] == []
 
 
 async def test_a_real_repository(tmp_path):
     sleeps = Sleeps()
-    stream = changes([tmp_path], 15, Snapshot(), sleep=sleeps)
+    stream = looks([tmp_path], 15, Snapshot(), sleep=sleeps)
     (tmp_path / "m" / "1").mkdir(parents=True)
+    assert await anext(stream) is None
     found = await anext(stream)
     assert list(found.models["m"].versions) == [1]
     await stream.aclose()
