@@ -563,7 +563,7 @@ class ModelManager:
         if versions:
             if record.failures == 1:
                 self._log.info(f"failed to load '{record.name}'")
-        elif isinstance(source.draft, Draft) and not source.draft.is_ensemble:
+        elif isinstance(source.draft, Draft):
             record.has_no_version = True
 
     def _log_failure(self, record: Record, text: str) -> None:

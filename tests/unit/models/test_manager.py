@@ -351,18 +351,20 @@ async def test_a_version_that_has_failed_is_listed_when_its_folder_is_gone(model
     assert not table.all_ready()
 
 
-async def test_a_model_that_had_no_version_to_load_is_not_listed_and_not_forgotten(models: Models) -> None:
+@pytest.mark.parametrize("name", ["a", "e"])
+async def test_a_model_that_had_no_version_to_load_is_not_listed_and_not_forgotten(models: Models, name: str) -> None:
     table = models.manager.table
-    (models.path / "a" / "1").rename(models.path / "a" / "x")
+    models.write_ensemble("e", "b")
+    models.loader.go("b", name)
+    (models.path / name / "1").rename(models.path / name / "x")
     with pytest.raises(InvalidArgument, match="at least one version must be available"):
-        await models.load("a")
+        await models.load(name)
     for _ in range(2):
-        assert (table.index({"a": 1}), table.all_ready()) == ([], False)
-        await models.unload("a")
-    (models.path / "a" / "x").rename(models.path / "a" / "1")
-    models.loader.go("a")
-    await models.load("a")
-    assert (table.index({"a": 1}), table.all_ready()) == ([IndexEntry("a", "1", "READY")], True)
+        assert (table.index({name: 1}), table.all_ready()) == ([], False)
+        await models.unload(name)
+    (models.path / name / "x").rename(models.path / name / "1")
+    await models.load(name)
+    assert (table.index({name: 1}), table.all_ready()) == ([IndexEntry(name, "1", "READY")], True)
 
 
 @pytest.mark.parametrize("fails", ["not there", "refused"])
