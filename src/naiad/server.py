@@ -60,6 +60,10 @@ from naiad.telemetry.trace import TraceSettings
 _ORPHANS_S = 2.0
 #: How many descriptors the server wants to have, if it may.
 _FILES = 1 << 20
+#: What models without requests get in any case, to unload when the server ends.
+_UNLOAD_S = 1.0
+#: What clients get in any case to be told how their requests have ended.
+_LAST_WORDS_S = 0.5
 #: How often is looked if what has begun has ended.
 _LOOK_S = 0.05
 
@@ -243,13 +247,11 @@ class Server:
 
     async def close(self) -> bool:
         """Stops; whether everything in flight ended in time."""
-        timeout_s = float(self.options.exit_timeout_secs)
-        if self._close_by:
-            timeout_s = max(0.0, self._close_by - time.monotonic())
-        self._close_by = time.monotonic() + timeout_s
+        if not self._close_by:
+            self._close_by = time.monotonic() + self.options.exit_timeout_secs
         try:
-            # Past the budget the hosts are killed, which ends whatever is left.
-            async with asyncio.timeout(timeout_s + 5):
+            # What hangs in this process, where no host can be killed for it.
+            async with asyncio.timeout(self._left_s() + 5):
                 await self._stack.aclose()
         except TimeoutError:
             return False
@@ -295,8 +297,22 @@ class Server:
                         yield
                 finally:
                     engine.exiting()
-                    self._in_time = await manager.close(max(0.0, self._close_by - time.monotonic()))
+                    await self._unload(manager, hosts)
                     await self._calls.close()
+                    self._listening.grace_s = max(_LAST_WORDS_S, self._left_s())
+
+    def _left_s(self) -> float:
+        """What is left of the time that the end may take."""
+        return max(0.0, self._close_by - time.monotonic())
+
+    async def _unload(self, manager: ModelManager, hosts: Hosts) -> None:
+        left_s = self._left_s()
+        loop = asyncio.get_running_loop()
+        killing = loop.call_later(left_s + _UNLOAD_S, hosts.kill)
+        try:
+            self._in_time = await manager.close(left_s) and loop.time() < killing.when()
+        finally:
+            killing.cancel()
 
     @asynccontextmanager
     async def _store(self) -> AsyncIterator[Store | None]:

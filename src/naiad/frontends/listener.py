@@ -64,13 +64,15 @@ class Listener:
         self.refuse()
         for connection in list(self.connections.open):
             connection.finish()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(self._grace_s):
-                await self.connections.gone()
-        for connection in list(self.connections.open):
-            connection.abort()
-        if self._timer is not None:
-            self._timer.cancel()
+        try:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._grace_s):
+                    await self.connections.gone()
+        finally:
+            for connection in list(self.connections.open):
+                connection.abort()
+            if self._timer is not None:
+                self._timer.cancel()
 
     def _look(self) -> None:
         """Cuts off clients that have stalled in the middle of a request."""

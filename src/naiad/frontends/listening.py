@@ -3,8 +3,8 @@
 import asyncio
 import gc
 import ssl
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager, suppress
 from typing import Any, Protocol, Self
 
 from naiad.backends.cores import available_cores
@@ -46,9 +46,11 @@ class HttpService(Protocol):
 
 class Listening:
     """What has been entered is left all at once: none may accept while another waits for its last requests. One that
-    fails does not keep the others from stopping; what failed is raised when all have."""
+    fails does not keep the others from stopping; what failed is raised when all have. What has not been left after
+    `grace_s`, which may be set until then, is cancelled."""
 
     def __init__(self) -> None:
+        self.grace_s: float | None = None
         self._entered: list[AbstractAsyncContextManager[Any]] = []
         #: Where inference is served over HTTP.
         self.http: HttpService | None = None
@@ -62,7 +64,10 @@ class Listening:
 
     async def __aexit__(self, *exc_info: object) -> None:
         leaving = [frontend.__aexit__(None, None, None) for frontend in self._entered]
-        ends = await asyncio.gather(*leaving, return_exceptions=True)
+        ends: Sequence[object] = ()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self.grace_s):
+                ends = await asyncio.gather(*leaving, return_exceptions=True)
         errors = [end for end in ends if isinstance(end, BaseException)]
         if errors:
             raise BaseExceptionGroup("front ends failed to stop", errors)

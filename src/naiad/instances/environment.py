@@ -265,6 +265,12 @@ class BackendEnvironment:
         self._fork_count += 1
         return await zygote.fork(self._fork_count, name, exclusive, busy_poll_ns)
 
+    def kill(self) -> None:
+        """Ends all hosts by force."""
+        for zygote in [*self._ending, self._zygote]:
+            for child in zygote.children.values() if zygote is not None else ():
+                child.kill()
+
     async def close(self) -> None:
         """Ends the zygote, and with it hosts that are still there."""
         if self._zygote is not None:

@@ -379,6 +379,11 @@ class Hosts:
         self._models[model] = None
         return model
 
+    def kill(self) -> None:
+        """Ends all hosts by force: what is still being done in them fails, and what waits for their end has it."""
+        for environment in self._environments.values():
+            environment.kill()
+
     @property
     def models(self) -> "list[HostedModel | ThreadModel]":
         """The versions that are open."""

@@ -27,8 +27,6 @@ from naiad.repository.overrides import check_model_name
 from naiad.repository.snapshot import ModelDirectory, Snapshot, versions_for
 from naiad.telemetry.log import Log
 
-#: What versions whose requests have ended get in any case, to unload when the server ends.
-_UNLOAD_S = 1.0
 #: What differs in the texts of an error that is the same: addresses, sizes, process ids.
 _NUMBER = re.compile(r"0x[0-9a-f]+|[0-9]+")
 
@@ -708,8 +706,8 @@ class ModelManager:
         for load in self._loads:
             load.cancel()
         if self._tasks:
-            await asyncio.wait(self._tasks, timeout=timeout_s + _UNLOAD_S)
-        given_up = [model for model in self._made_of if model.is_leased]
+            await asyncio.wait(self._tasks, timeout=timeout_s)
+        given_up = [model for model in self._made_of if model.has_requests]
         for model in given_up:
             model.give_up()
         while self._tasks:

@@ -59,8 +59,8 @@ class Model(ServedModel):
         return None if self.instances is None else self.instances.failure
 
     @property
-    def is_leased(self) -> bool:
-        return self._leases > 0
+    def has_requests(self) -> bool:
+        return self._leases > self._held
 
     @property
     def leases(self) -> int:

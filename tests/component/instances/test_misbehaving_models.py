@@ -1,5 +1,6 @@
 """model.py files that do what they should not, in real host processes: who else notices, and what is left."""
 
+import asyncio
 from pathlib import Path
 
 import numpy as np
@@ -222,3 +223,13 @@ class TritonPythonModel:
     [error] = await ask(model, "")
     assert "model 'm': a response cannot be sent" in error
     assert model.restarts == 0
+
+
+async def test_what_never_finalizes_ends_when_all_hosts_are_killed(load, lab):
+    model = await load(OBEDIENT + "        threading.Event().wait()\n")
+    [pid] = model.pids
+    closing = asyncio.ensure_future(model.close())
+    await until(Path(f"{model.spec.path}.finalized").exists)
+    lab.hosts.kill()
+    await closing
+    await until(lambda: not Path(f"/proc/{pid}").exists())

@@ -44,6 +44,16 @@ async def test_one_that_fails_to_stop_is_told_of_when_the_others_have_stopped() 
     assert slow.has_stopped
 
 
+async def test_one_that_does_not_stop_in_time_is_cancelled() -> None:
+    stuck = Frontend(asyncio.Event(), asyncio.Event())
+    listening = Listening()
+    await listening.enter(stuck)
+    listening.grace_s = 0
+    async with asyncio.timeout(30):
+        await listening.__aexit__(None, None, None)
+    assert not stuck.has_stopped
+
+
 @pytest.mark.parametrize(
     ("cores", "asked", "frontends", "processes"),
     [

@@ -102,8 +102,10 @@ class GrpcFrontend(Application):
         self._is_stopping = True
         for stream in list(self._streams):
             stream.stop()
-        await self._listener.__aexit__(*exc_info)
-        self._tasks.cancel()
+        try:
+            await self._listener.__aexit__(*exc_info)
+        finally:
+            self._tasks.cancel()
 
     def _connect(self) -> Connection:
         limits = self._limits
