@@ -217,9 +217,9 @@ class ModelTable:
         entries: list[IndexEntry] = []
         for name in sorted(places):
             if places[name] > 1:
-                if not ready:
-                    reason = "model appears in two or more repositories"
-                    entries.append(IndexEntry(name, state="UNAVAILABLE", reason=reason))
+                # Whoever asks for what is ready hears of them too, as from Triton.
+                reason = "model appears in two or more repositories"
+                entries.append(IndexEntry(name, state="UNAVAILABLE", reason=reason))
                 continue
             record = self.records.get(name) or self.past_record(name)
             shown = False

@@ -382,6 +382,16 @@ async def test_an_ensemble_that_cannot_be_served_was_never_to_be_loaded(models: 
     assert table.index({"e": 1}) == [IndexEntry("e")]
 
 
+@pytest.mark.parametrize("ready", [False, True])
+async def test_what_is_in_two_repositories_is_listed_in_any_case(models: Models, ready: bool) -> None:
+    models.loader.go("a")
+    await models.load("a")
+    assert models.manager.table.index({"a": 1, "b": 2}, ready) == [
+        IndexEntry("a", "1", "READY"),
+        IndexEntry("b", state="UNAVAILABLE", reason="model appears in two or more repositories"),
+    ]
+
+
 async def test_an_ensemble_whose_member_has_gone_is_unloaded(models: Models) -> None:
     table = models.manager.table
     models.write_ensemble("e", "a")
