@@ -7,6 +7,7 @@ as tasks beside each other, a model that fails never takes another along, and wh
 
 import asyncio
 import re
+from collections import Counter
 from collections.abc import Coroutine, Iterable, Mapping
 from itertools import takewhile
 from typing import Any, Literal, Protocol
@@ -35,7 +36,7 @@ class Sources(Protocol):
     """Reads repositories and configurations, away from the loop."""
 
     async def scan(self, only: list[str] | None = None) -> Snapshot: ...
-    async def names(self) -> Mapping[str, int]: ...
+    async def names(self) -> tuple[Counter[str], frozenset[str]]: ...
     async def read(self, directory: ModelDirectory, override: str | None = None) -> Source: ...
     async def materialise(self, name: str, parameters: Mapping[str, str | bytes]) -> Source: ...
     async def discard(self, source: Source) -> None: ...
@@ -178,8 +179,13 @@ class ModelManager:
         return record is not None and record.source is not None
 
     async def names(self) -> Mapping[str, int]:
-        """The model folders, and in how many repositories each is."""
-        return await self._sources.names()
+        """The model folders, and in how many repositories each is. In one that cannot be read are those that were last
+        found there."""
+        places, unreadable = await self._sources.names()
+        if unreadable:
+            sources = [record.source for record in self._records.values() if record.source is not None]
+            places.update(each.directory.name for each in sources if each.directory.repository in unreadable)
+        return places
 
     async def load(self, name: str, parameters: Mapping[str, str | bytes]) -> None:
         """Loads or reloads a model and returns when it serves. Raises with the reason when it does not."""

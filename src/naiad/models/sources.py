@@ -1,6 +1,7 @@
 """Reads what models are made of: repositories, configurations, load requests. Disk is touched in threads only."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -25,8 +26,8 @@ class RepositorySources:
     async def scan(self, only: list[str] | None = None) -> Snapshot:
         return await asyncio.to_thread(scan, self.repositories, only)
 
-    async def names(self) -> Mapping[str, int]:
-        """The model folders, and in how many repositories each is."""
+    async def names(self) -> tuple[Counter[str], frozenset[str]]:
+        """The model folders, and in how many repositories each is; and the repositories that cannot be read."""
         return await asyncio.to_thread(model_names, self.repositories)
 
     async def read(self, directory: ModelDirectory, override: str | None = None) -> Source:

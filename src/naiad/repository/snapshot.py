@@ -9,7 +9,6 @@ import os
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -110,16 +109,17 @@ def model_in_place_of_repository(folder: str | Path) -> str:
     return f"'{folder}' is the folder of a model: --model-repository is the folder above it"
 
 
-def model_names(repositories: Iterable[str | Path]) -> Counter[str]:
-    """The model folders, and in how many repositories each is; far cheaper than a scan. Blocks.
-
-    A repository that cannot be read has none.
-    """
+def model_names(repositories: Iterable[str | Path]) -> tuple[Counter[str], frozenset[str]]:
+    """The model folders, and in how many repositories each is; and the repositories that cannot be read. Far cheaper than
+    a scan. Blocks."""
     names: Counter[str] = Counter()
+    unreadable: set[str] = set()
     for repository in dict.fromkeys(os.fspath(path) for path in repositories):
-        with suppress(OSError):
+        try:
             names.update(filter(_is_text, _model_names(repository, None)))
-    return names
+        except OSError:
+            unreadable.add(repository)
+    return names, frozenset(unreadable)
 
 
 def _model_names(repository: str, only: Collection[str] | None) -> list[str]:

@@ -392,6 +392,13 @@ async def test_what_is_in_two_repositories_is_listed_in_any_case(models: Models,
     ]
 
 
+async def test_models_of_a_repository_that_cannot_be_read_any_more_are_listed(models: Models) -> None:
+    models.loader.go("a")
+    await models.load("a")
+    models.path.rename(models.path.with_name("gone"))
+    assert await models.manager.names() == {"a": 1}
+
+
 async def test_an_ensemble_whose_member_has_gone_is_unloaded(models: Models) -> None:
     table = models.manager.table
     models.write_ensemble("e", "a")

@@ -130,7 +130,7 @@ def test_a_folder_whose_name_is_not_utf_8_is_no_model(tmp_path):
     snapshot = scan([tmp_path])
     assert list(snapshot.models) == ["m"]
     assert snapshot.notes == (f"ignore folder 'm\\udcff' of model repository '{tmp_path}' whose name is not UTF-8",)
-    assert model_names([tmp_path]) == {"m": 1}
+    assert model_names([tmp_path]) == ({"m": 1}, frozenset())
 
 
 def test_folders_that_others_put_into_a_repository(tmp_path):
@@ -150,7 +150,8 @@ def test_names_and_in_how_many_repositories_they_are(tmp_path):
     model(tmp_path / "x", "m", "1")
     model(tmp_path / "y", "m", "1")
     model(tmp_path / "y", "other")
-    assert model_names([tmp_path / "x", tmp_path / "y", tmp_path / "y", tmp_path / "missing"]) == {"m": 2, "other": 1}
+    missing = str(tmp_path / "missing")
+    assert model_names([tmp_path / "x", tmp_path / "y", tmp_path / "y", missing]) == ({"m": 2, "other": 1}, {missing})
 
 
 def changed(tmp_path: Path, change) -> set[str]:
