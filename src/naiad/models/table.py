@@ -100,8 +100,8 @@ class Record:
 
     @property
     def is_known(self) -> bool:
-        """Whether it is wanted, or has been loaded before."""
-        return self.source is not None or bool(self.states)
+        """Whether it ever was to be loaded. What cannot be read never was, nor what cannot be served with its members."""
+        return self.has_no_version or bool(self.states)
 
     @property
     def is_past(self) -> bool:

@@ -361,6 +361,8 @@ async def test_a_model_that_had_no_version_to_load_is_not_listed_and_not_forgott
         await models.load(name)
     for _ in range(2):
         assert (table.index({name: 1}), table.all_ready()) == ([], False)
+        with pytest.raises(NotFound, match=f"'{name}' has no available versions"):
+            table.lookup(name)
         await models.unload(name)
     (models.path / name / "x").rename(models.path / name / "1")
     await models.load(name)
@@ -378,6 +380,8 @@ async def test_an_ensemble_that_cannot_be_served_was_never_to_be_loaded(models: 
     # Its members have been loaded when the answer comes.
     assert table.index({"a": 1, "e": 1}) == [IndexEntry("a", "1", "READY"), IndexEntry("e")]
     assert table.all_ready()
+    with pytest.raises(NotFound, match="'e' is not found"):
+        table.lookup("e", 1)
     await models.unload("e")
     assert table.index({"e": 1}) == [IndexEntry("e")]
 
@@ -478,6 +482,8 @@ async def test_polling_reads_a_configuration_again_that_could_not_be_read(polled
     os.utime(config, ns=(status.st_atime_ns, status.st_mtime_ns))
     await started(polled)
     assert polled.ready() == ["b"]
+    with pytest.raises(NotFound, match="'a' is not found"):
+        polled.manager.table.lookup("a")
     config.write_text(text)
     os.utime(config, ns=(status.st_atime_ns, status.st_mtime_ns))
     await poll(polled)
