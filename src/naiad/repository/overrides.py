@@ -45,7 +45,8 @@ def parse_override(parameters: Mapping[str, str | bytes]) -> LoadOverride:
         if key == "config" and isinstance(value, str):
             config = value
         elif key.startswith(_FILE):
-            files[key.removeprefix(_FILE)] = value.encode() if isinstance(value, str) else value
+            # As Triton joins paths: below the model folder all the same.
+            files[key.removeprefix(_FILE).lstrip("/")] = value.encode() if isinstance(value, str) else value
         else:
             kind = "string" if isinstance(value, str) else "bytes"
             raise InvalidArgument(f"Unrecognized load parameter '{key}' with type '{kind}'")

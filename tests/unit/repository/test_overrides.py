@@ -20,6 +20,7 @@ from naiad.repository.overrides import (
 def test_parameters_of_a_load_request():
     override = parse_override({"config": "{}", "file:1/model.py": b"x", "file:config.pbtxt": b""})
     assert override == LoadOverride("{}", {"1/model.py": b"x", "config.pbtxt": b""})
+    assert parse_override({"config": "{}", "file:/1/model.py": b"x"}) == LoadOverride("{}", {"1/model.py": b"x"})
     assert parse_override({}) == LoadOverride()
 
 
