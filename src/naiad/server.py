@@ -384,10 +384,9 @@ class Server:
         def series() -> Iterator[ModelSeries]:
             for model in manager.table.models():
                 config = model.config
-                cached = store is not None and config.response_cache
                 gpu = only_gpu(config)
                 gpu_uuid = self._gpus[gpu] if gpu is not None else ""
-                yield ModelSeries(model.statistics, config.metric_tags, cached, gpu_uuid)
+                yield ModelSeries(model.statistics, config.metric_tags, config.response_cache, gpu_uuid)
 
         system = SystemMetrics(cpu=options.allow_cpu_metrics, gpu=options.allow_gpu_metrics)
         metrics = Metrics(series, settings, system=system, interval_s=options.metrics_interval_ms / 1000)

@@ -34,6 +34,16 @@ def all_of(server: Server) -> str:
         return str(answer.read().decode())
 
 
+def test_a_model_that_asks_for_a_cache_the_server_does_not_have_shows_its_families(tmp_path: Path) -> None:
+    repository = Repository(tmp_path / "models")
+    repository.echo("echo", config="response_cache { enable: true }")
+    with Server(repository).started() as server:
+        server.http.infer("echo", "IN", np.zeros(5, np.float32))
+        text = all_of(server)
+    for name in ("num_hits", "hit_duration", "num_misses", "miss_duration"):
+        assert value(text, f"nv_cache_{name}_per_model", model="echo", version="1") == 0
+
+
 def test_all_metrics(server: Server, tmp_path: Path) -> None:
     for _ in range(3):
         server.http.infer("echo", "IN", np.zeros((2, 5), np.float32))

@@ -51,7 +51,7 @@ class MetricsSettings:
 
 @dataclass(frozen=True, slots=True)
 class ModelSeries:
-    """One model version to show: its live statistics, its `metric_tags`, whether the response cache is on, and the GPU
+    """One model version to show: its live statistics, its `metric_tags`, whether it asks for the response cache, and the GPU
     where all of its instances are, if that is so."""
 
     statistics: ModelStatistics
