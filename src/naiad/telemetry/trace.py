@@ -152,7 +152,7 @@ class Trace:
             if self.parent is not None:
                 sink.send(result, final)
                 return
-            if final:
+            if final or self.journey.protocol == "HTTP":  # as in Triton
                 self.events.append(("INFER_RESPONSE_COMPLETE", now))
             sink.send(result, final)
             if result is not None and not self.is_sent_elsewhere:

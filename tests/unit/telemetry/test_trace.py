@@ -466,9 +466,10 @@ def test_times_of_what_no_instance_has_had_are_none(path):
     assert "COMPUTE" not in path.read_text()
 
 
-def test_a_decoupled_request_ends_with_its_execution_and_sends_every_response(path):
+@pytest.mark.parametrize(("protocol", "complete"), [("GRPC", 1), ("HTTP", 3)])
+def test_a_decoupled_request_ends_with_its_execution_and_sends_every_response(path, protocol, complete):
     traces = settings(path)
-    request = traces.follow(REQUEST, "GRPC", 1, no_header)
+    request = traces.follow(REQUEST, protocol, 1, no_header)
     assert request.trace is not None
     sink = request.trace.begin(request, 1, Sink())
     request.trace.executing()
@@ -480,7 +481,7 @@ def test_a_decoupled_request_ends_with_its_execution_and_sends_every_response(pa
     traces.close()
     stamps = [stamp for entry in json.loads(path.read_text()) for stamp in entry.get("timestamps", ())]
     names = [stamp["name"] for stamp in stamps]
-    assert (names.count("GRPC_SEND_START"), names.count("INFER_RESPONSE_COMPLETE")) == (2, 1)
+    assert (names.count(f"{protocol}_SEND_START"), names.count("INFER_RESPONSE_COMPLETE")) == (2, complete)
     assert stamps[-1] == {"name": "REQUEST_END", "ns": late}
 
 
