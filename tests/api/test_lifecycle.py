@@ -140,6 +140,12 @@ def test_an_unload_during_a_load_waits_for_it(explicit, client, name, tmp_path):
     client.unload(name)
 
 
+def test_a_library_for_a_backend_is_refused(explicit, client, name):
+    folder = explicit.repository.doer(name, config='runtime: "my.so"')
+    refused = f"unable to find backend library 'my.so' for model '{name}', searched: '{folder / '1'}' '{folder}' "
+    assert refused in error_of(client.load, name)
+
+
 def test_a_failing_new_version_leaves_the_old_one_serving(explicit, client, name):
     explicit.repository.doer(name, answer="old")
     client.load(name)

@@ -58,6 +58,13 @@ def is_pair(platform: str, backend: str) -> bool:
     return row is not None and row.backend == backend
 
 
+def is_runtime(backend: str, runtime: str) -> bool:
+    """Whether `runtime`, the library that a configuration wants, is what the backend is here. What backends of others
+    make of it is up to them."""
+    own = any(row.backend == backend for row in PLATFORMS)
+    return not own or runtime in ("", f"libtriton_{backend}.so", "model.py")
+
+
 @dataclass(frozen=True, slots=True)
 class Choice:
     """What a model runs on. Each is empty where nothing says."""

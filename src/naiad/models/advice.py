@@ -61,6 +61,8 @@ def _advice(source: Source, error: NaiadError, version: int | None) -> str:
     if "unable to find backend library" in text:
         if draft.backend == "tensorrt":
             return "TensorRT is not served: take the ONNX file that the engine was built from"
+        if draft.proto.runtime:
+            return "native libraries are not loaded: leave out 'runtime' for the backend that is here"
         return _choose("backend", draft.backend, sorted(entry_points(group=GROUP).names))
     if "no GPUs are available" in text or ("unsupported gpu id" in text and not draft.gpus):
         return "no GPU is found; without one, say kind: KIND_CPU or no kind at all"

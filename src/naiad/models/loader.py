@@ -7,6 +7,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 from naiad.config.model_config import ModelConfig
+from naiad.config.platforms import is_runtime
 from naiad.config.read import Draft, finish, prepare, read_labels, with_instances_of
 from naiad.config.validate import resolve_ensemble
 from naiad.errors import InvalidArgument, NaiadError
@@ -72,6 +73,11 @@ class ModelLoader:
         if draft.is_ensemble:
             return await self._load_ensemble(draft, version)
         version_directory = source.directory.versions[version].directory
+        if not is_runtime(draft.backend, draft.proto.runtime):
+            raise InvalidArgument(
+                f"unable to find backend library '{draft.proto.runtime}' for model '{draft.name}', searched: "
+                f"'{version_directory}' '{draft.directory}' '{self._backend_directory / draft.backend}'"
+            )
         settings = dict(self._backend_settings(draft.backend))
         parameters = {key: value.string_value for key, value in draft.proto.parameters.items()}
         path = version_directory / (draft.proto.default_model_filename or f"model.{draft.backend}")

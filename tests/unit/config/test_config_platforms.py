@@ -2,7 +2,7 @@
 
 import pytest
 
-from naiad.config.platforms import Choice, infer, is_pair
+from naiad.config.platforms import Choice, infer, is_pair, is_runtime
 from naiad.errors import InvalidArgument
 
 FILE, DIRECTORY = False, True
@@ -68,6 +68,21 @@ def test_the_model_name_may_say_the_backend() -> None:
 def test_nothing_says_the_backend(entries: dict[str, bool] | None) -> None:
     with pytest.raises(InvalidArgument, match="Could not determine backend for model 'm' with no backend"):
         infer("m", Choice("", "", ""), entries)
+
+
+@pytest.mark.parametrize(
+    ("backend", "runtime", "fits"),
+    [
+        ("python", "", True),
+        ("python", "libtriton_python.so", True),
+        ("pytorch", "model.py", True),
+        ("python", "libtriton_onnxruntime.so", False),
+        ("onnxruntime", "my.so", False),
+        ("custom", "my.so", True),
+    ],
+)
+def test_runtimes(backend: str, runtime: str, fits: bool) -> None:
+    assert is_runtime(backend, runtime) is fits
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,11 @@ async def test_of_models(tmp_path: Path, files: dict[str, str], text: str) -> No
             "TensorRT is not served: take the ONNX file that the engine was built from",
         ),
         (
+            {"config.pbtxt": 'backend: "python" runtime: "my.so"', "1/model.py": ""},
+            "unable to find backend library 'my.so' for model 'm', searched: '/m/1' '/m' '/backends/python'",
+            "native libraries are not loaded: leave out 'runtime' for the backend that is here",
+        ),
+        (
             {"config.pbtxt": ONNX, "1/model.onnx": "x"},
             "instance group m_0 of model m has kind KIND_GPU but no GPUs are available",
             "no GPU is found; without one, say kind: KIND_CPU or no kind at all",
