@@ -30,6 +30,9 @@ from naiad.telemetry.log import Log
 
 #: What differs in the texts of an error that is the same: addresses, sizes, process ids.
 _NUMBER = re.compile(r"0x[0-9a-f]+|[0-9]+")
+#: Polling spends a tenth of its time at most on what takes long to fail: an environment to install, a file of gigabytes.
+_LONG_S = 1.0
+_RESTS_FOR = 9
 
 
 class Sources(Protocol):
@@ -127,11 +130,16 @@ class ModelManager:
         self._reconcile()
 
     async def retry(self) -> None:
-        """Loads what failed to load again (mode poll): what was in its way may have gone, though its files are the same."""
+        """Loads what failed to load again (mode poll): what was in its way may have gone, though its files are the same.
+        What took long waits some times as long."""
+        now = asyncio.get_running_loop().time()
         failed = [
             (record, record.source)
             for record in self._records.values()
-            if record.source is not None and record.failed is not None and record.loading is None
+            if record.source is not None
+            and record.failed is not None
+            and record.loading is None
+            and now >= record.retry_at
         ]
         for record, source in failed:
             if isinstance(source.draft, NaiadError):
@@ -430,6 +438,8 @@ class ModelManager:
         errors: dict[int, NaiadError] = {}
         versions: tuple[int, ...] = ()
         in_place: dict[int, Model] = {}
+        clock = asyncio.get_running_loop().time
+        began = clock()
         try:
             draft, versions = await self._choose(source)
             for version in versions:
@@ -464,6 +474,8 @@ class ModelManager:
                     )
                 )
         except Exception as error:
+            took_s = clock() - began
+            record.retry_at = clock() + _RESTS_FOR * took_s if took_s >= _LONG_S else 0.0
             self._update_failed(record, source, generation, versions, in_place, errors, error)
             for model in loaded.values():
                 self._discard(model)

@@ -78,6 +78,8 @@ class Record:
     error: NaiadError | None = None
     #: How often in a row the source could not be loaded for that reason.
     failures: int = 0
+    #: Loop time before which polling does not load it again.
+    retry_at: float = 0.0
     models: dict[int, Model] = field(default_factory=dict)
     #: Instances that an update took out and that end what they have begun; not those of sequences.
     leaving: set[asyncio.Task[None]] = field(default_factory=set)

@@ -11,6 +11,7 @@ import pytest
 from naiad.config.read import Draft, finish
 from naiad.errors import Internal, InvalidArgument, NaiadError, NotFound, Unavailable
 from naiad.metadata import IndexEntry
+from naiad.models import manager
 from naiad.models.manager import ModelManager
 from naiad.models.model import Model
 from naiad.models.sources import RepositorySources
@@ -457,6 +458,20 @@ async def test_polling_loads_what_failed_again_and_then_the_ensemble_that_waits_
     assert polled.manager.table.all_ready()
     await poll(polled)
     assert polled.loader.begun == ["a", "b", "a", "a", "a", "e"]
+
+
+async def test_polling_leaves_what_takes_long_to_fail_alone_for_some_time(
+    polled: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manager, "_LONG_S", 0.0)
+    monkeypatch.setattr(manager, "_RESTS_FOR", 1_000_000)
+    await started(polled, a="no memory")
+    polled.loader.go("a")
+    await poll(polled)
+    assert polled.loader.begun == ["a", "b"]
+    polled.manager.table.records["a"].retry_at = asyncio.get_running_loop().time()
+    await poll(polled)
+    assert polled.loader.begun == ["a", "b", "a"]
 
 
 async def test_polling_tries_a_new_version_again_while_the_old_one_serves(polled: Models) -> None:
