@@ -349,6 +349,59 @@ def test_outputs_behind_an_empty_list_are_completed_in_their_place(tmp_path: Pat
     assert completed(model)[1] == {"OUTPUT__1": "INT64 1"}
 
 
+KEEPING = """
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.last = torch.zeros(1)
+
+        def forward(self, x: Tensor):
+            last = self.last
+            self.last = x
+            return last
+"""
+
+
+@pytest.mark.parametrize(("make", "may"), [(script, True), (module, True), (exported, False)])
+def test_code_of_users_may_keep_inputs(make: Any, may: bool, tmp_path: Path) -> None:
+    configured = config({"input" if make is exported else "x": "FP32 3"}, {"out": "FP32 3"})
+    source = torch.nn.Identity() if make is exported else KEEPING
+    more = ((torch.zeros(3),),) if make is exported else ()
+    backend = PyTorchBackend(make(tmp_path, source, *more, configured), CPU)
+    assert backend.keeps_inputs is may
+
+
+def test_models_in_one_process_have_their_own_files(tmp_path: Path) -> None:
+    source = """
+        from parts import NUMBER
+
+        class Model(torch.nn.Module):
+            def forward(self, x):
+                return x * NUMBER
+    """
+    configured = config({"x": "FP32 3"}, {"out": "FP32 3"})
+    models = [module(tmp_path / str(number), source, configured) for number in (2, 3)]
+
+    def load(number: int, model: ModelContext) -> PyTorchBackend:
+        (model.version_directory / "parts.py").write_text(f"NUMBER = {number}")
+        return PyTorchBackend(model, CPU)
+
+    # The second one is loaded before the first computes, and then the first anew, with another file.
+    one, other = load(2, models[0]), load(3, models[1])
+    again = load(4, models[0])
+    factors = [backend.run({"x": X[0]}, ["out"])["out"][1].item() for backend in (one, other, again)]
+    assert factors == [2, 3, 4]
+
+
+def test_an_output_that_is_empty_for_zeros_is_completed_as_one_of_any_length(tmp_path: Path) -> None:
+    source = """
+        class Model(torch.nn.Module):
+            def forward(self, x: Tensor):
+                return x[x > 0]
+    """
+    assert completed(script(tmp_path, source, config({"x": "FP32 3"}, {})))[1] == {"OUTPUT__0": "FP32 -1"}
+
+
 def test_lists_of_different_lengths_are_no_tensor(tmp_path: Path) -> None:
     source = """
         class Model(torch.nn.Module):

@@ -127,6 +127,10 @@ class _Backend:
 class ArrayBackend(_Backend):
     """One loaded instance of a model that maps arrays to arrays. Used by one thread at a time."""
 
+    #: Whether its models may keep arrays of their inputs, which then stay as they are: code of users does. It costs a copy
+    #: of what is small.
+    keeps_inputs: bool = False
+
     def __init__(self, model: ModelContext, instance: InstanceContext) -> None:
         """Loads the model; raises with the reason if it cannot be loaded."""
 

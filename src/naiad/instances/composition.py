@@ -96,7 +96,9 @@ class Composition:
         arrays: dict[str, Array] = {}
         for made in self.inputs:
             array = made.array(self._source(shapes, made.source, f"batch input '{made.names[0]}'"))
-            arrays.update(dict.fromkeys(made.names, array))
+            arrays[made.names[0]] = array
+            # A model may write to what it is given.
+            arrays.update({name: array.copy() for name in made.names[1:]})
         return arrays
 
     def output_shapes(self, name: str, shapes: Mapping[str, Sequence[Shape]]) -> list[Shape] | None:

@@ -278,6 +278,7 @@ class ArrayExecution:
         self._signature = signature
         self._link = link
         self._outputs = _Outputs(link, signature, byte_limit)
+        self._may_keep = backend.keeps_inputs
 
     def execute(self, frame: Execute, data: memoryview, received_ns: int) -> None:
         """Runs a batch and sends its results, whatever happens; `data` holds the inputs."""
@@ -286,6 +287,14 @@ class ArrayExecution:
         outputs: list[Output] | None = None
         problem: Failure | None = None
         one_shot: OneShot | None = None
+        given = data
+        in_use: weakref.ref[Array] | None = None
+        if self._may_keep and not frame.one_shot:
+            extent = _extent(frame.inputs)
+            if extent > _COPIED:
+                data, in_use = _watched(data)
+            else:
+                data = memoryview(bytearray(data[:extent]))
         try:
             inputs = {tensor.name: self._input(tensor, data) for tensor in frame.inputs}
             rows = frame.rows
@@ -300,18 +309,21 @@ class ArrayExecution:
             self._outputs.begin()
             packed = [self._checked(name, arrays, rows, shapes) for name in names]
             outputs, one_shot = self._outputs.place_batch(frame, packed)
+            # They may be arrays of the inputs, which this is not to keep.
+            del inputs, arrays, packed
         except BaseException as error:
             if isinstance(error, InvalidArgument) and len(frame.rows) > 1:
-                self._execute_each(frame, data, received_ns)
+                self._execute_each(frame, given, received_ns)
                 return
             outputs = None
             problem = failure(error)
         end_ns = monotonic_ns()
         inputs_ns = inputs_ns or end_ns
         times = (received_ns, inputs_ns, computed_ns or end_ns, end_ns)
-        self._link.send(
-            Results(frame.batch, outputs, None, problem, times, 0 if one_shot is None else len(one_shot.view)), one_shot
-        )
+        size = 0 if one_shot is None else len(one_shot.view)
+        del data
+        keeps_inputs = in_use is not None and in_use() is not None
+        self._link.send(Results(frame.batch, outputs, None, problem, times, size, keeps_inputs), one_shot)
 
     def cancel(self, batch: int, index: int) -> None:
         """An ArrayBackend does not ask."""
@@ -337,7 +349,9 @@ class ArrayExecution:
             else:
                 self._link.send(Results(frame.batch, None, [response], None, None, len(one_shot.view)), one_shot)
         end_ns = monotonic_ns()
-        self._link.send(Results(frame.batch, None, responses, None, (received_ns, inputs_ns, end_ns, end_ns), 0), None)
+        times = (received_ns, inputs_ns, end_ns, end_ns)
+        keeps_inputs = self._may_keep and not frame.one_shot
+        self._link.send(Results(frame.batch, None, responses, None, times, 0, keeps_inputs), None)
 
     def _execute_one(
         self, frame: Execute, index: int, row_count: int, columns: Mapping[str, Sequence[Array | None]]
@@ -403,15 +417,14 @@ class ArrayExecution:
             if scattered is not None:
                 return self._scattered(name, datatype, array, scattered)
         row_count = rows[0] if len(rows) == 1 else sum(rows)
-        dims = spec.dims if spec.reshape is None else spec.reshape
-        rank = len(dims) + signature.batching
-        if array.ndim != rank:
-            wanted = ([-1] if signature.batching else []) + list(dims)
+        # Who asks gets the shape that there is, as from Triton; it must be cut into rows, or fit the reshape.
+        if spec.reshape is not None and array.ndim != len(spec.reshape) + signature.batching:
+            wanted = ([-1] if signature.batching else []) + list(spec.reshape)
             raise Internal(
                 f"model '{signature.model}' returned shape {list(array.shape)} for output '{name}', "
-                f"expected {rank} dimensions: {wanted}"
+                f"expected {len(wanted)} dimensions: {wanted}"
             )
-        if signature.batching and array.shape[0] != row_count:
+        if signature.batching and (array.ndim == 0 or array.shape[0] != row_count):
             raise Internal(
                 f"model '{signature.model}' returned shape {list(array.shape)} for output '{name}' of a batch of "
                 f"{row_count}, expected {row_count} as its first dimension"
@@ -444,6 +457,12 @@ def _request_shapes(tensor: Input, rows: Sequence[int]) -> list[Shape]:
         rest = tensor.shape[1:]
         return [(count, *rest) for count in rows]
     return [(0,) if shape is None else shape for shape in tensor.shapes]
+
+
+def _watched(data: memoryview) -> tuple[memoryview, "weakref.ref[Array]"]:
+    """The same memory through an array of its own, which lives as long as an array of it that model code keeps."""
+    whole = np.frombuffer(data, np.uint8)
+    return whole.data, weakref.ref(whole)
 
 
 def _extent(inputs: Sequence[Input]) -> int:
@@ -576,11 +595,7 @@ class RequestExecution:
         requests: list[HostRequest] = []
         in_use: weakref.ref[Array] | None = None
         if not frame.one_shot and _extent(frame.inputs) > _COPIED:
-            # Arrays that model code keeps keep this one, which is how they are noticed.
-            whole = np.frombuffer(data, np.uint8)
-            in_use = weakref.ref(whole)
-            data = whole.data
-            del whole
+            data, in_use = _watched(data)
         self._outputs.begin()
         self._executing = frame.batch
         try:

@@ -65,8 +65,8 @@ class Misbehaving(Identity):
             return {"OUTPUT0": [b"x"]}
         elif what == "dtype":
             return {"OUTPUT0": np.zeros((1, 1), np.float32)}
-        elif what == "rank":
-            return {"OUTPUT0": np.zeros((1,), object)}
+        elif what == "scalar":
+            return {"OUTPUT0": np.zeros((), object)}
         elif what == "rows":
             return {"OUTPUT0": np.array([[b"1"], [b"2"]], object)}
         elif what == "extra":

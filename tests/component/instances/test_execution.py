@@ -184,7 +184,11 @@ async def test_more_than_the_limit_is_refused_with_the_numbers(make_lab):
             Internal,
             "model 'm' returned data type FP32 for output 'OUTPUT0', expected BYTES as configured",
         ),
-        ("rank", Internal, "model 'm' returned shape [1] for output 'OUTPUT0', expected 2 dimensions: [-1, 1]"),
+        (
+            "scalar",
+            Internal,
+            "model 'm' returned shape [] for output 'OUTPUT0' of a batch of 1, expected 1 as its first dimension",
+        ),
         (
             "rows",
             Internal,

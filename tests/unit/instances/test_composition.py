@@ -42,6 +42,7 @@ def test_every_target_of_every_entry_is_made():
         batch_input(names=("T", "U")), batch_input("BATCH_ACCUMULATED_ELEMENT_COUNT", ("V",), source="B")
     )
     arrays = made.batch_inputs({"A": [(1, 2)], "B": [(1, 5)]})
+    assert len({id(array) for array in arrays.values()}) == len(arrays), "a model may write to one of them"
     assert {name: array.tolist() for name, array in arrays.items()} == {"T": [2], "U": [2], "V": [5]}
 
 

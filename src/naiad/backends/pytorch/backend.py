@@ -40,6 +40,8 @@ class PyTorchBackend(ArrayBackend):
 
         self._binding = self._program.forward.bind(model.name, model.config, self._device, warn)
         self._results = Results(model.name, model.config, self._device)
+        # Code of users may keep what it is given; of an exported program no Python is left.
+        self.keeps_inputs = not isinstance(self._program.forward, Tree) and not self._device.is_cuda
         if isinstance(self._program.forward, Tree):
             _check_outputs(model, self._program, self._results)
 

@@ -263,9 +263,11 @@ def _can_be_served(leaf: Any) -> bool:
 
 
 def _declared(leaf: Any, again: Any) -> Declared:
-    """Type and shape of an output; extents that differ between the two runs are dynamic."""
+    """Type and shape of an output; extents that differ between the two runs are dynamic, and those that are 0, which
+    depend on the data."""
     one, two = _extents(leaf), _extents(again)
-    shape = tuple(a if a == b else -1 for a, b in zip(one, two, strict=True)) if len(one) == len(two) else one
+    same = one if len(one) != len(two) else tuple(a if a == b else -1 for a, b in zip(one, two, strict=True))
+    shape = tuple(extent or -1 for extent in same)
     if isinstance(leaf, torch.Tensor):
         return Declared(datatype_of(leaf.dtype), shape)
     if isinstance(leaf, (bool, int, float)):

@@ -192,9 +192,7 @@ def _module(model: ModelContext, path: Path, device: Device, settings: Settings)
 
 def _imported(model: ModelContext, path: Path) -> Any:
     name = f"naiad_model_{model.name}_{model.version}".replace(".", "_")
-    # The model's own files, next to its model.py, can be imported by it.
-    if str(path.parent) not in sys.path:
-        sys.path.insert(0, str(path.parent))
+    _make_importable(path.parent)
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
@@ -202,6 +200,23 @@ def _imported(model: ModelContext, path: Path) -> Any:
     sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
+
+
+#: Whose files can be imported now, if any model's.
+_folder = ""
+
+
+def _make_importable(folder: Path) -> None:
+    """The files beside a model's model.py can be imported by it. Those of another model in this process, or what they
+    were before this one was loaded anew, cannot any more; who has imported them keeps them."""
+    global _folder
+    if _folder:
+        sys.path.remove(_folder)
+        for name, module in list(sys.modules.items()):
+            if (getattr(module, "__file__", None) or "").startswith(f"{_folder}{os.sep}"):
+                del sys.modules[name]
+    _folder = str(folder)
+    sys.path.insert(0, _folder)
 
 
 def _module_class(model: ModelContext, module: Any) -> type[torch.nn.Module]:
