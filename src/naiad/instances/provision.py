@@ -5,8 +5,8 @@
     requirements.txt, in the model's or its version's folder
         what the server's own environment does not have goes into a virtual environment, with pip as it is configured
 
-What is made lies in a folder of its own under the cache directory, named by the hash of what it is made from, so it
-serves all models and servers that ask for the same; `.complete` beside it says that it is whole, a lock file keeps
+What is made lies in a folder of its own under the cache directory, named by the hash of what it is made from, files that
+requirements name included, so it serves all models and servers that ask for the same; `.complete` beside it says that it is whole, a lock file keeps
 two servers from making it at once. Nothing is removed from there: deleting the directory is safe when no server runs.
 
 In the server; what takes time is in threads.
@@ -16,6 +16,7 @@ import asyncio
 import fcntl
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -23,6 +24,7 @@ import tarfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from urllib.parse import unquote
 
 import msgspec
 
@@ -113,8 +115,12 @@ class Environments:
         own = _run([sys.executable, *_PIP, "--dry-run", "--no-index", "--report=-", "-r", path.name], path.parent)
         if own.returncode == 0 and not msgspec.json.decode(own.stdout)["install"]:
             return ""
-        described = f"{sys.executable} {sys.version}\n".encode() + path.read_bytes()
-        folder = self._directory / hashlib.sha256(described).hexdigest()[:32]
+        try:
+            folder = self._directory / environment_of(path)
+        except OSError as error:
+            raise Unavailable(
+                f"unable to load model '{model}': cannot read '{error.filename}', which '{path}' names: {error.strerror}"
+            ) from error
         interpreter = folder / "bin" / "python"
         with self._making_of(folder) as is_due:
             if is_due:
@@ -155,6 +161,65 @@ class Environments:
 
 
 _PIP = ("-m", "pip", "--disable-pip-version-check", "--no-input", "install", "--quiet")
+
+
+#: What stands between paths in requirements, and before them in the same word. Paths may have spaces: see _words.
+_BETWEEN = re.compile(r"""[\s"';@\[\]]+|(?<![=<>!~])=(?!=)""")
+_BEFORE = re.compile(r"""^(-[rcef]|--[a-z-]+[\s=])?[\s"']*((\w+\+)?file:(//(localhost)?)?)?""")
+_COMMENT = re.compile(r"(^|\s)#.*")
+_VARIABLE = re.compile(r"\$\{([A-Z0-9_]+)\}")
+_ARCHIVES = (".whl", ".zip", ".tar", ".gz", ".tgz", ".bz2", ".tbz", ".xz", ".txz")
+
+
+def _words(text: str) -> set[str]:
+    """What may be a path in requirements, whatever it is there for: one too many is one environment more at worst."""
+    words = set()
+    for line in map(str.strip, _COMMENT.sub("", text).splitlines()):
+        for word in (line, *_BETWEEN.split(line)):
+            path = unquote(_BEFORE.sub("", word).partition("#")[0]).strip("\"' ")
+            # A number is a version, though there is a folder of this name.
+            if path and not path.isdecimal():
+                words.add(path)
+    return words
+
+
+def environment_of(requirements: Path) -> str:
+    """A name for what the server's interpreter and pip make of `requirements`: a digest of these, and of the files and
+    folders that they name, where other requirements, constraints and packages are, and that those name.
+
+    Raises OSError for a file that cannot be read."""
+    digest = hashlib.sha256(f"{sys.executable} {sys.version}\n".encode())
+    texts = [requirements]
+    for file in texts:  # grows
+        text = _VARIABLE.sub(lambda found: os.environ.get(found[1], found[0]), os.fsdecode(file.read_bytes()))
+        digest.update(os.fsencode(text))
+        bases = {file.parent, requirements.parent}
+        for path in sorted({os.path.join(base, word) for base in bases for word in _words(text)}):
+            if os.path.isdir(path):
+                digest.update(os.fsencode(f"\n{path}\n"))  # what is installed with -e stays there
+                for name in _source_files(path):
+                    _add(os.path.join(path, name), name, digest)
+            elif path.endswith(_ARCHIVES) and os.path.isfile(path):
+                _add(path, os.path.basename(path), digest)
+            elif os.path.isfile(path) and not any(os.path.samefile(path, known) for known in texts):
+                texts.append(Path(path))
+    return digest.hexdigest()[:32]
+
+
+def _source_files(folder: str) -> list[str]:
+    """The files in and below `folder`, without what building a package leaves there."""
+    found = []
+    for root, folders, files in os.walk(folder):
+        left = {"__pycache__", "build"} if root == folder else {"__pycache__"}
+        folders[:] = [name for name in folders if name not in left and not name.endswith(".egg-info")]
+        found += [os.path.relpath(os.path.join(root, name), folder) for name in files]
+    return sorted(found)
+
+
+def _add(path: str, name: str, digest: "hashlib._Hash") -> None:
+    if os.path.isfile(path):  # and not a pipe, or a link to nowhere
+        with open(path, "rb") as file:
+            digest.update(os.fsencode(name) + hashlib.file_digest(file, "sha256").digest())
 
 
 def _run(command: list[str], folder: Path) -> "subprocess.CompletedProcess[str]":

@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+import os
 import subprocess
 import sys
 import tarfile
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from naiad.errors import Internal, InvalidArgument, Unavailable
-from naiad.instances.provision import Environments, default_directory
+from naiad.instances.provision import Environments, default_directory, environment_of
 
 
 class Lab:
@@ -167,11 +168,11 @@ async def test_the_archive_of_a_backend_is_for_its_models(lab: Lab) -> None:
 # ---------------------------------------------------------------- requirements.txt; nothing is fetched from anywhere
 
 
-def wheel(folder: Path) -> Path:
+def wheel(folder: Path, value: int = 7) -> Path:
     path = folder / "naiad_test_thing-1.0-py3-none-any.whl"
     info = "naiad_test_thing-1.0.dist-info"
     with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("naiad_test_thing.py", "VALUE = 7\n")
+        archive.writestr("naiad_test_thing.py", f"VALUE = {value}\n")
         archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: naiad-test-thing\nVersion: 1.0\n")
         archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         archive.writestr(f"{info}/RECORD", "")
@@ -198,6 +199,85 @@ async def test_what_it_lacks_is_installed_once(lab: Lab) -> None:
     assert await lab.interpreter() is None
 
 
+def package(folder: Path, value: int) -> Path:
+    """The source of one that needs nothing to be built with, and leaves traces of that beside it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "naiad_test_thing.py").write_text(f"VALUE = {value}\n")
+    for name in ("naiad_test_thing.egg-info", "build"):
+        (folder / name).mkdir(exist_ok=True)
+        (folder / name / "trace").write_text(os.urandom(8).hex())
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("requirements", "named"),
+    [
+        ("-r more.txt", "more.txt"),
+        ("-rmore.txt", "more.txt"),
+        ("--requirement=more.txt  # and so on", "more.txt"),
+        ("-r 'my more.txt'", "my more.txt"),
+        ("numpy\n-c sub/constraints.txt", "sub/constraints.txt"),
+        ("-r sub/more.txt", "sub/least.txt"),
+        ("./thing-1.0-py3-none-any.whl", "thing-1.0-py3-none-any.whl"),
+        ("thing[extra] @ file://{m}/my%20wheels/thing.whl ; python_version > '3'", "my wheels/thing.whl"),
+        ("${{THINGS}}/thing.tar.gz#egg=thing", "things/thing.tar.gz"),
+        ("--find-links wheels\nthing", "wheels/thing-1.0-py3-none-any.whl"),
+        ("-e ./pkg[extra]", "pkg/src/thing/code.py"),
+        ("./my pkg", "my pkg/setup.py"),
+    ],
+)
+def test_an_environment_is_that_of_all_files_that_requirements_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, requirements: str, named: str
+) -> None:
+    monkeypatch.setenv("THINGS", str(tmp_path / "things"))
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "more.txt").write_text("-r least.txt\n-r ../requirements.txt")
+    path = tmp_path / "requirements.txt"
+    path.write_text(requirements.format(m=tmp_path))
+    file = tmp_path / named
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("thing==1.0")
+    first = environment_of(path)
+    assert environment_of(path) == first
+    file.write_text("thing==2.0")
+    assert environment_of(path) != first
+
+
+def test_an_environment_is_not_that_of_other_files(tmp_path: Path) -> None:
+    path = tmp_path / "m" / "requirements.txt"
+    for text in ("thing >= 1  # not /\n", "-e ./pkg\n"):
+        package(tmp_path / "m" / "pkg", 7)
+        (tmp_path / "m" / "1").mkdir(exist_ok=True)
+        path.write_text(text)
+        first = environment_of(path)
+        (tmp_path / "m" / "1" / "model.py").write_text(text)
+        package(tmp_path / "m" / "pkg", 7)
+        assert environment_of(path) == first
+
+
+def test_models_that_bring_the_same_files_have_one_environment(tmp_path: Path) -> None:
+    names = set()
+    for name, pin in [("a", "1"), ("b", "1"), ("c", "2")]:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "requirements.txt").write_text("-r more.txt\n")
+        (tmp_path / name / "more.txt").write_text(f"thing=={pin}")
+        names.add(environment_of(tmp_path / name / "requirements.txt"))
+    assert len(names) == 2
+
+
+async def test_what_requirements_name_is_installed_anew_when_it_changes(lab: Lab) -> None:
+    (lab.model / "requirements.txt").write_text("-r more.txt\n")
+    (lab.model / "more.txt").write_text("./a/naiad_test_thing-1.0-py3-none-any.whl\n")
+    found = []
+    for value in (7, 8):
+        (lab.model / "a").mkdir(exist_ok=True)
+        wheel(lab.model / "a", value)
+        interpreter = await lab.interpreter()
+        assert interpreter is not None
+        found.append(output_of(interpreter, "import naiad_test_thing; print(naiad_test_thing.VALUE)"))
+    assert found == ["7\n", "8\n"]
+
+
 async def test_what_cannot_be_installed_is_said_with_pip_s_words(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     (lab.model / "requirements.txt").write_text("naiad-test-nothing\n")
@@ -206,6 +286,19 @@ async def test_what_cannot_be_installed_is_said_with_pip_s_words(lab: Lab, monke
             await lab.interpreter()
         assert caught.value.message.startswith("unable to load model 'm': its ")
         assert "No matching distribution found for naiad-test-nothing" in caught.value.message
+
+
+async def test_what_requirements_name_and_cannot_be_read_is_said(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(file: object, name: str) -> None:
+        raise PermissionError(13, "Permission denied", "/m/thing.whl")
+
+    monkeypatch.setattr("hashlib.file_digest", refuse)
+    (lab.model / "thing.whl").touch()
+    (lab.model / "requirements.txt").write_text("./thing.whl\n")
+    with pytest.raises(
+        Unavailable, match=r"cannot read '/m/thing.whl', which '.*requirements.txt' names: Permission denied"
+    ):
+        await lab.interpreter()
 
 
 async def test_a_directory_that_cannot_be_written(lab: Lab) -> None:
