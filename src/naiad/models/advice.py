@@ -26,6 +26,8 @@ _MODULE = re.compile(r"No module named '([\w.]+)'")
 _SEQUENCE = re.compile(r"Unsupported ONNX Type 'ONNX_TYPE_(?:SEQUENCE|MAP)' for I/O '(.*?)'")
 #: Files that `naiad convert` reads, and no backend.
 _CONVERTED = (".keras", ".h5", ".pkl", ".joblib")
+#: Backends that take a file of another name, too; where there is none, they are "unable to find" their own.
+_TAKE_OTHERS = ("openvino", "pytorch")
 _FILES = tuple(row.filename for row in PLATFORMS)
 
 
@@ -78,6 +80,11 @@ def _advice(source: Source, error: NaiadError, version: int | None) -> str:
             " does naiad convert"
         )
     path = source.directory.versions[version].directory / filename
+    if not path.exists():
+        if draft.backend in _TAKE_OTHERS and f"unable to find '{path}'" not in text:
+            return ""
+        told = _other_files(path.parent, "rename one, or say default_model_filename")
+        return told or f"'{path.parent}' is empty"
     told = _of_file(path)
     if not told and "Protobuf parsing failed" in text and path.is_file():
         return f"'{path}' is not ONNX, or not all of it: {path.stat().st_size} bytes"
@@ -130,9 +137,6 @@ def _without_module(directory: Path, draft: Draft, module: str) -> str:
 
 def _of_file(path: Path) -> str:
     """What is wrong with the file of a version, where that can be seen without its framework."""
-    if not path.exists():
-        told = _other_files(path.parent, "rename one, or say default_model_filename")
-        return told or f"'{path.parent}' is empty"
     if not path.is_file():
         return ""  # a folder, or what cannot be read without waiting
     with path.open("rb") as file:

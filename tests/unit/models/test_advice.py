@@ -129,6 +129,13 @@ async def test_of_models(tmp_path: Path, files: dict[str, str], text: str) -> No
             "",
             "'{m}/1' has a.onnx, b.onnx: rename one, or say default_model_filename",
         ),
+        ({"config.pbtxt": 'backend: "pytorch" runtime: "model.py"', "1/model.py": ""}, "licence server is down", ""),
+        ({"config.pbtxt": 'backend: "openvino"', "1/model.onnx": ""}, "a reason that says it all", ""),
+        (
+            {"config.pbtxt": 'backend: "pytorch"', "1/net.pt": ""},
+            "unable to find '{m}/1/model.pt' for model instance 'm_0'",
+            "'{m}/1' has net.pt: rename one, or say default_model_filename",
+        ),
         (
             {"config.pbtxt": 'platform: "tensorflow_savedmodel"', "1/saved_model.pb": ""},
             "",
@@ -154,7 +161,7 @@ async def test_of_models(tmp_path: Path, files: dict[str, str], text: str) -> No
 async def test_of_versions(tmp_path: Path, files: dict[str, str], error: str, text: str) -> None:
     source = await source_of(tmp_path, {"1/.keep": "", **files})
     assert isinstance(source.draft, Draft)
-    assert advice(source, InvalidArgument(error), 1) == text.format(m=tmp_path / "m")
+    assert advice(source, InvalidArgument(error.format(m=tmp_path / "m")), 1) == text.format(m=tmp_path / "m")
 
 
 async def test_of_a_model_in_place_of_a_repository(tmp_path: Path) -> None:
