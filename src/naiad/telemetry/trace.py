@@ -574,7 +574,8 @@ class TraceSettings:
         if problem is None and changes and not values.count:
             # Triton gives no reason. One that has run out counts as 0, too, but changes of others are none of its own.
             problem = "trace_count is 0"
-        if problem is not None and values.levels:
+        # With nothing of its own it goes back to what is above, whatever that is.
+        if problem is not None and values.levels and own:
             raise InvalidArgument(f"Attempting to set invalid trace setting :{problem}")
         return _Sampler(values, frozenset(own))
 

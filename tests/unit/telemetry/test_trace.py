@@ -157,6 +157,19 @@ def test_a_count_that_has_run_out_wants_a_new_one(path):
     traces.close()
 
 
+def test_what_a_model_has_of_its_own_can_be_taken_back_when_the_count_of_all_has_run_out(path):
+    traces = settings(path, count=1)
+    traces.update("m", {"trace_level": ["TIMESTAMPS"], "trace_rate": "2", "trace_count": "10"})
+    assert run(traces, request_for("other"))
+    with pytest.raises(InvalidArgument, match="trace_count is 0"):
+        traces.update("m", {"trace_count": None})
+    assert traces.get("m")["trace_count"] == "10"
+    taken_back = {"trace_level": None, "trace_rate": None, "trace_count": None}
+    assert traces.update("m", taken_back) == traces.update("m", taken_back) == traces.get()
+    assert traces.get("m")["trace_count"] == "0"
+    traces.close()
+
+
 def test_a_wrong_value_changes_nothing(path):
     traces = settings(path)
     before = traces.get()
