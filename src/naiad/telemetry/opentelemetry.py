@@ -20,7 +20,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from naiad import __version__
 from naiad.options import bad_option
-from naiad.telemetry.trace import Header, Journey, Trace, compute_events, request_events
+from naiad.telemetry.trace import TIMESTAMPS, Header, Journey, Trace, compute_events, request_events
 
 _URL = "http://localhost:4318/v1/traces"
 _DELAY = "bsp_schedule_delay"
@@ -93,6 +93,8 @@ class OtlpExport:
         start = trace.started_ns + journey.epoch_ns
         if trace.parent is None:
             journey.span = self._start("InferRequest", parent, start)
+        if TIMESTAMPS not in journey.levels:
+            return
         attributes: dict[str, str | int] = {
             "triton.model_name": trace.model_name,
             "triton.model_version": trace.model_version,
@@ -109,6 +111,9 @@ class OtlpExport:
 
     def ended(self, journey: Journey) -> None:
         epoch = journey.epoch_ns
+        if TIMESTAMPS not in journey.levels:
+            journey.span.end()
+            return
         for trace in reversed(journey.followed):
             for times in trace.executions:
                 span = self._start("compute", set_span_in_context(trace.span), times[0] + epoch)

@@ -57,6 +57,13 @@ def test_nothing_is_followed_while_the_level_is_off() -> None:
     assert spans_of(Values((), 1), [{"traceparent": TRACEPARENT}]) == []
 
 
+def test_with_tensors_alone_there_is_the_clients_request_and_no_more() -> None:
+    (root,) = spans_of(Values(("TENSORS",), 1), [{"traceparent": TRACEPARENT}])
+    assert (root.name, root.events) == ("InferRequest", ())
+    assert f"{root.parent.span_id:016x}" == TRACEPARENT.split("-")[2]
+    assert root.start_time <= root.end_time
+
+
 def test_times_are_those_of_the_clock() -> None:
     compute, model, root = spans_of(Values(("TIMESTAMPS",), 1), [{}])
     epoch = model.events[0].timestamp - compute.start_time
