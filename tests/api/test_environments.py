@@ -1,5 +1,8 @@
 """Backends and models in Python environments of their own."""
 
+import ctypes
+import os
+import shutil
 import sys
 import sysconfig
 import tarfile
@@ -81,6 +84,29 @@ def test_an_environment_without_naiad_has_it_from_the_server(server: Server, tmp
     )
     program = "import shutil; result = shutil.which('python')"
     assert server.http.do("empty", program) == str(tmp_path / "empty" / "bin" / "python")
+
+
+@pytest.mark.parametrize(
+    ("end", "status"),
+    [("", 0), ("false", 1), ("exit 3", 3), ("exit 0", 0), ("set -eu\nfalse", 1), ("if", 2)],
+)
+def test_an_environment_is_activated(server: Server, tmp_path: Path, end: str, status: int) -> None:
+    venv.create(tmp_path / "active")
+    script = tmp_path / "active" / "bin" / "activate"
+    with script.open("a") as file:
+        file.write(f'\nexport NAIAD_TEST="$# yes"; echo "said by $VIRTUAL_ENV"\n{end}\n')
+    ctypes.CDLL("libm.so.6")
+    (libm,) = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/libm.so" in line}
+    shutil.copy(libm, tmp_path / "active" / "lib" / "libnaiad_test.so")
+    config = f'parameters [ {{ key: "EXECUTION_ENV_PATH" value {{ string_value: "{tmp_path / "active"}" }} }} ]'
+    server.repository.doer("active", config=config)  # type: ignore[attr-defined]
+    server.http.load("active")
+    assert server.http.do("active", WHERE) == str(tmp_path / "active")
+    assert server.http.do("active", "import os; result = os.environ['NAIAD_TEST']") == "0 yes"
+    assert "libnaiad_test" in server.http.do("active", "import ctypes; result = ctypes.CDLL('libnaiad_test.so')")
+    program = "import subprocess; result = subprocess.getoutput('echo $LD_LIBRARY_PATH')"
+    assert server.http.do("active", program) == os.environ.get("LD_LIBRARY_PATH", "")
+    assert (f"{script} failed with status {status};" in server.log) == (status != 0)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ Lives on the event loop. Knows how to begin and end host processes and how they 
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -26,11 +27,31 @@ _START_TIMEOUT_S = 300.0
 #: Makes a zygote of an interpreter that need not have naiad: the server lends it what it misses, at the end of the
 #: path, where the compiled modules of the server are also those of that interpreter.
 _BORROW = """
-import runpy, sys
+import os, runpy, sys
+if (saved := os.environ.pop("NAIAD_SAVED_LD_LIBRARY_PATH", None)) is not None:
+    os.environ["LD_LIBRARY_PATH"] = saved
 version, *lent = sys.argv.pop().split("\\n")
 if version == "%d.%d" % sys.version_info[:2]:
     sys.path += [entry for entry in lent if entry not in sys.path]
 runpy.run_module("naiad.instances.zygote", run_name="__main__", alter_sys=True)
+"""
+#: Starts "${@:2}" as Triton starts models in environments: "$1", which sets what their packages want, has run, and their
+#: libraries are found before others. Programs that models start shall not have these, but LD_LIBRARY_PATH as it was; the
+#: process itself goes by what it began with. On EXIT, since "$1" may well end the shell.
+_ACTIVATE = """
+naiad_activate=$1 naiad_command=("${@:2}")
+set --
+trap '
+    naiad_status=$? naiad_lib=${naiad_activate%/bin/activate}/lib
+    trap - EXIT
+    if [ $naiad_status != 0 ]; then
+        echo "$naiad_activate failed with status $naiad_status; models in its Python environment start all the same" >&2
+    fi
+    NAIAD_SAVED_LD_LIBRARY_PATH=${LD_LIBRARY_PATH-} LD_LIBRARY_PATH=$naiad_lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH} \
+        exec "${naiad_command[@]}"
+' EXIT
+source "$naiad_activate"
+exit
 """
 _PROBE = """
 import importlib.util, sys
@@ -46,6 +67,14 @@ def _lent() -> list[str]:
     """The folders of naiad and of what it needs."""
     installed = [entry for entry in sys.path if Path(entry).name in ("site-packages", "dist-packages")]
     return [str(Path(naiad.__file__).parent.parent), *installed]
+
+
+def _command(interpreter: str, *arguments: str) -> list[str]:
+    """Starts another interpreter than the server's, in its environment as it is when it is activated."""
+    activate = Path(interpreter).with_name("activate")
+    if activate.is_file() and (bash := shutil.which("bash")) is not None:
+        return [bash, "-c", _ACTIVATE, "bash", str(activate), interpreter, *arguments]
+    return [interpreter, *arguments]
 
 
 def exit_text(status: int, by_signal: bool) -> str:
@@ -131,8 +160,8 @@ class _Zygote:
         command = [interpreter, "-P", "-m", "naiad.instances.zygote", str(theirs.fileno()), backend]
         if interpreter != sys.executable:
             borrowed = "\n".join([_OWN_VERSION, *_lent()])
-            command = [interpreter, "-P", "-c", _BORROW, str(theirs.fileno()), backend, borrowed]
-            # Programs that models start are those of the environment, as if it were activated.
+            command = _command(interpreter, "-P", "-c", _BORROW, str(theirs.fileno()), backend, borrowed)
+            # Programs that models start are those of the environment, also where nothing activates it.
             environment["PATH"] = f"{Path(interpreter).parent}{os.pathsep}{environment.get('PATH', os.defpath)}"
         try:
             self._process = subprocess.Popen(
@@ -287,7 +316,7 @@ class BackendEnvironment:
             # Not by the loop, which forks: gRPC's library would log that it does not like that.
             process = await asyncio.to_thread(
                 subprocess.run,
-                [self.interpreter, "-c", _PROBE],
+                _command(self.interpreter, "-c", _PROBE),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
