@@ -4,6 +4,7 @@ It reads IR (model.xml), ONNX, TensorFlow SavedModels and frozen graphs, TensorF
 Parameters and texts are those of Triton's OpenVINO backend. All instances share what is compiled; each has infer
 requests of its own. Unless the configuration says otherwise, a model with several instances is compiled twice: for a
 batch that has no other beside it, which gets all cores, and with a stream for each instance, so that they overlap.
+A model with state (variables) is compiled once: its state lives in the infer request, so an instance has only one.
 
 Kept better than Triton has it: batches of any size up to `max_batch_size` run, at the cost of nothing, where the
 model's operations allow it; only a model with its batch size built in asks for exactly that one (then, and only then,
@@ -124,6 +125,8 @@ class _Compiled:
     alone: Any
     together: Any
     streams: int
+    #: Has variables, whose values are the infer request's.
+    stateful: bool
     inputs: tuple[_Tensor, ...]
     outputs: Mapping[str, _Tensor]
     #: The one batch size that can run; None for any.
@@ -309,7 +312,7 @@ def _compiled(model: ModelContext) -> _Compiled:
     """As the first instance had it compiled, but with other streams where there are more or fewer instances by now."""
     streams = _streams(model)
     first = model.shared("compiled", lambda: _compile(model, streams))
-    if streams == first.streams:
+    if first.stateful or streams == first.streams:
         return first
     if streams == 1:
         return replace(first, together=first.alone, streams=1)
@@ -344,6 +347,9 @@ def _compile(model: ModelContext, streams: int) -> _Compiled:
     outputs = _matched_outputs(model, graph)
     _check_shapes(model, graph.outputs, outputs, batch or max_batch_size, exact=True)
     graph = _with_configured_types(graph, inputs, outputs)
+    stateful = bool(graph.get_variables())
+    if stateful:
+        streams = 1
 
     try:
         _drop_unknown(model, core, device, properties)
@@ -361,6 +367,7 @@ def _compile(model: ModelContext, streams: int) -> _Compiled:
         alone,
         together,
         streams,
+        stateful,
         inputs,
         {tensor.name: tensor for tensor in outputs},
         batch,

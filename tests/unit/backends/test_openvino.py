@@ -67,6 +67,13 @@ def fixed_batch_inside(batch: int) -> Any:
     return ov.Model([result("OUT", op.reshape(a, op.constant([batch, 4]), False))], [a], "m")
 
 
+def summing() -> Any:
+    """OUT is the sum of all IN there were."""
+    a = parameter("IN", (1, 1))
+    total = op.add(op.read_value(op.constant(np.zeros((1, 1), np.float32)), "total", ov.Type.f32, a.partial_shape), a)
+    return ov.Model([result("OUT", total)], [op.assign(total, "total")], [a], "m")
+
+
 def tensor(name: str, dims: Sequence[int], data_type: str = "FP32", **more: Any) -> dict[str, Any]:
     return {"name": name, "data_type": f"TYPE_{data_type}", "dims": list(dims), **more}
 
@@ -464,6 +471,16 @@ class TestInstances:
         for _ in range(3):
             one.run({"IN": rows(1)}, ["OUT"])
         assert log == ["0 alone", "0 together", "0 together"]
+
+    def test_each_keeps_a_state_of_its_own(self, saved: Save, monkeypatch: pytest.MonkeyPatch) -> None:
+        model = saved(summing(), doubled([1, 1]) | {"instance_group": [{"count": 2}]})
+        more = replace(model, config={**model.config, "instance_group": [{"count": 3}]})
+        instances = [OpenVinoBackend(model, CPU), OpenVinoBackend(more, CPU)]
+        one = np.ones((1, 1), np.float32)
+        for total, least_ns in enumerate((0, 3_600_000_000_000, 0), start=1):  # long batches and short ones
+            monkeypatch.setattr(backend, "WORTH_WAKING_NS", least_ns)
+            assert [instance.run({"IN": one}, ["OUT"])["OUT"].item() for instance in instances] == [total, total]
+        assert len(model._shared) == 1
 
     def test_they_share_what_is_compiled(self, saved: Save) -> None:
         model = saved(doubling((4,)), doubled([4]) | {"instance_group": [{"count": 2}]})
