@@ -198,9 +198,14 @@ class OpenVinoBackend(ArrayBackend):
         if self._batch is not None:
             rows = len(inputs[self._inputs[0].name])
             if rows != self._batch and not (self._padding and rows < self._batch):
+                advice = (
+                    "setting 'ENABLE_BATCH_PADDING' parameter in model configuration to 'YES' at a performance cost."
+                    if rows < self._batch
+                    else f"setting 'max_batch_size' to {self._batch}, which the model has built in."
+                )
                 raise Internal(
                     f"expected requests with batch size '{self._batch}', got '{rows}'... this error can be avoided by"
-                    " setting 'ENABLE_BATCH_PADDING' parameter in model configuration to 'YES' at a performance cost."
+                    f" {advice}"
                 )
         is_free = _occupancy.enter()
         request = self._alone if is_free and self._took_ns >= WORTH_WAKING_NS else self._together
@@ -325,6 +330,8 @@ def _compile(model: ModelContext, streams: int) -> _Compiled:
     device, properties = _device_properties(model)
     _log(model, "INFO", f"Target device {device}")
     core = _core(model)
+    # Also where AUTO and the like have the CPU compute. The properties below come first.
+    _step("loading model", lambda: core.set_property("CPU", {"INFERENCE_PRECISION_HINT": "f32"}))
     graph = _read(model, core)
     max_batch_size = int(model.config.get("max_batch_size", 0))
     parameters = model.parameters
@@ -412,7 +419,6 @@ def _device_properties(model: ModelContext) -> tuple[str, dict[str, Any]]:
         properties["CACHE_DIR"] = str(model.directory / folder)
     if device == "CPU":
         properties.setdefault("INFERENCE_NUM_THREADS", available_cores())
-        properties.setdefault("INFERENCE_PRECISION_HINT", "f32")
         properties["ENABLE_CPU_PINNING"] = False
     return device, properties
 
@@ -500,7 +506,10 @@ def _check_shapes(
             for position, (extent, dim) in enumerate(zip(shape, full, strict=True))
         ):
             continue
-        raise wrong_dims(model.name, tensor.name, _extents(shape), full, max_batch_size > 0)
+        error = wrong_dims(model.name, tensor.name, _extents(shape), full, max_batch_size > 0)
+        if any(extent.is_dynamic and extent != ov.Dimension.dynamic() for extent in shape):
+            raise InvalidArgument(f"{error.message}; the model has bounds: {shape}")
+        raise error
 
 
 def _fits(extent: Any, dim: int) -> bool:

@@ -176,14 +176,21 @@ def test_a_batch_size_built_in_that_is_not_the_configured_one_fails_the_load(sav
     assert message.startswith("openvino error in setting max batch size : ")
 
 
-@pytest.mark.parametrize(("own", "count", "fits"), [(-1, 3, True), (2, 2, True), (2, 3, False)])
-def test_the_models_own_batch_is_kept_where_asked(saved: Save, own: int, count: int, fits: bool) -> None:
-    model = saved(doubling((own, 4)), doubled([4], 2 if own == 2 else 8), SKIP_OV_DYNAMIC_BATCHSIZE="YES")
-    if fits:
-        assert run(model, rows(count)).tolist() == (2 * rows(count)).tolist()
-    else:
-        with pytest.raises(Internal, match="expected requests with batch size '2', got '3'"):
-            run(model, rows(count))
+@pytest.mark.parametrize(("own", "count", "max_batch_size"), [(-1, 3, 8), (2, 2, 2)])
+def test_the_models_own_batch_is_kept_where_asked(saved: Save, own: int, count: int, max_batch_size: int) -> None:
+    model = saved(doubling((own, 4)), doubled([4], max_batch_size), SKIP_OV_DYNAMIC_BATCHSIZE="YES")
+    assert run(model, rows(count)).tolist() == (2 * rows(count)).tolist()
+
+
+@pytest.mark.parametrize("padding", ["YES", "NO"])
+def test_more_rows_than_the_model_has_built_in(saved: Save, padding: str) -> None:
+    model = saved(doubling((2, 4)), doubled([4], 2), SKIP_OV_DYNAMIC_BATCHSIZE="YES", ENABLE_BATCH_PADDING=padding)
+    with pytest.raises(Internal) as caught:
+        run(model, rows(3))
+    assert caught.value.message == (
+        "expected requests with batch size '2', got '3'... this error can be avoided by setting 'max_batch_size' to 2,"
+        " which the model has built in."
+    )
 
 
 @pytest.mark.parametrize("value", ["no", "1", "true", ""])
@@ -272,7 +279,17 @@ def test_dimensions_may_have_bounds(saved: Save) -> None:
     model = doubling((4,))
     model.reshape({0: ov.PartialShape([ov.Dimension(2, 6)])})
     assert run(saved(model, doubled([6])), np.ones(6, np.float32)).tolist() == [2] * 6
-    assert "the model expects 1 dimensions" in refusal(saved(model, doubled([7]))).message
+    assert refusal(saved(model, doubled([7]))).message == (
+        "model 'm', tensor 'IN': the model expects 1 dimensions (shape [-1]) but the model configuration specifies 1"
+        " dimensions (shape [7]); the model has bounds: [2..6]"
+    )
+
+
+def test_a_batch_may_have_bounds(saved: Save) -> None:
+    model = doubling((-1, 4))
+    model.reshape({0: ov.PartialShape([ov.Dimension(1, 3), ov.Dimension(4)])})
+    assert run(saved(model, doubled([4], 3)), rows(3)).tolist() == (2 * rows(3)).tolist()
+    assert refusal(saved(model, doubled([4], 8))).message.endswith("[8,4]); the model has bounds: [1..3,4]")
 
 
 def test_an_open_rank_takes_what_is_configured(saved: Save) -> None:
@@ -335,7 +352,6 @@ def test_parameters_reach_the_compiled_model(saved: Save, values: dict[str, str]
     ("values", "wanted"),
     [
         ({"HINT_BF16": "yes"}, {"INFERENCE_PRECISION_HINT": "bf16"}),
-        ({}, {"INFERENCE_PRECISION_HINT": "f32"}),
         ({"NUM_STREAMS": "auto"}, {"NUM_STREAMS": "AUTO"}),
         ({"NUM_STREAMS": "Numa"}, {"NUM_STREAMS": "NUMA"}),
         ({"TARGET_DEVICE": "auto:cpu", "NUM_STREAMS": "3"}, {"NUM_STREAMS": 3}),
@@ -346,6 +362,22 @@ def test_what_a_device_is_compiled_with(saved: Save, values: dict[str, str], wan
     device, properties = backend._device_properties(saved(None, {}, **values))
     assert device == values.get("TARGET_DEVICE", "CPU").upper()
     assert wanted.items() <= properties.items()
+
+
+@pytest.mark.parametrize("device", ["CPU", "AUTO", "AUTO:CPU", "MULTI:CPU", "HETERO:CPU"])
+@pytest.mark.parametrize("values", [{}, {"HINT_BF16": "YES"}], ids=["as it is", "bf16"])
+def test_the_cpu_computes_in_bfloat16_only_if_told_to(saved: Save, device: str, values: dict[str, str]) -> None:
+    a = parameter("IN", (4, 256))
+    weights = np.linspace(0.1, 0.9, 256 * 256, dtype=np.float32).reshape(256, 256)
+    model = saved(
+        ov.Model([result("OUT", op.matmul(a, op.constant(weights), False, False))], [a], "m"),
+        {"input": [tensor("IN", [4, 256])], "output": [tensor("OUT", [4, 256])]},
+        TARGET_DEVICE=device,
+        **values,
+    )
+    array = np.linspace(0.1, 0.9, 4 * 256, dtype=np.float32).reshape(4, 256)
+    is_exact = np.allclose(run(model, array), array @ weights, rtol=1e-5)
+    assert is_exact is (not values or "BF16" not in ov.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"))
 
 
 @pytest.mark.parametrize("value", ["AUTO", "NUMA"])
