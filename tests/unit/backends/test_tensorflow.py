@@ -8,9 +8,9 @@ import subprocess
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -20,6 +20,7 @@ from naiad.errors import Internal, InvalidArgument, NaiadError, Unavailable
 
 tf = pytest.importorskip("tensorflow")
 
+from tensorflow.python.ops import control_flow_ops  # noqa: E402
 from tensorflow.python.saved_model import loader_impl  # noqa: E402
 
 from naiad.backends.tensorflow import TensorflowBackend, options  # noqa: E402
@@ -399,6 +400,88 @@ def test_a_graph_completes_what_it_knows(context: Context) -> None:
     assert backend.run({"x": X.reshape(1, 4)}, ["best:1"])["best:1"].tolist() == [[3, 2]]
     inside = context(GRAPH_DEF, graph(build), **BATCH | {"output": [tensor("hidden", 4)]})
     assert TensorflowBackend(inside, CPU).run({"x": X.reshape(1, 4)}, ["hidden"])["hidden"].tolist() == [[2, 4, 6, 8]]
+
+
+class TestBranches:
+    """Control flow of TensorFlow 1, where tensors of a branch that is not taken are dead."""
+
+    @pytest.fixture(autouse=True)
+    def control_flow(self) -> Iterator[None]:
+        v1.disable_control_flow_v2()
+        yield
+        v1.enable_control_flow_v2()
+
+    @staticmethod
+    def branches() -> None:
+        x = v1.placeholder(tf.float32, [None, 4], "x")
+        is_large = tf.reduce_sum(x) > 10
+        small, large = control_flow_ops.switch(x, is_large)
+        tf.multiply(large, 2.0, name="large")
+        tf.reduce_sum(small, name="number")
+        tf.reshape(small, [-1], name="flat")
+        tf.cast(small, tf.int32, name="whole")
+        tf.as_string(small, name="text")
+        tf.identity(v1.cond(is_large, lambda: x * 2.0, lambda: x), name="either")
+        v1.cond(is_large, lambda: v1.cond(x[0, 0] > 0.0, lambda: x, lambda: -x), lambda: x, name="nested")
+        tf.identity(v1.while_loop(lambda n, _: n < 3, lambda n, y: (n + 1, y * 2.0), [0, x])[1], name="loop")
+
+    OUTPUTS: ClassVar = [
+        tensor("large", -1, 4),
+        tensor("number", 1),
+        tensor("flat", -1),
+        tensor("whole", -1, 4, data_type="TYPE_INT32"),
+        tensor("text", -1, 4, data_type="TYPE_STRING"),
+        *(tensor(name, -1, 4) for name in ("either", "nested/Merge", "loop")),
+    ]
+
+    @pytest.fixture
+    def backend(self, context: Context) -> TensorflowBackend:
+        made = context(GRAPH_DEF, graph(self.branches), input=[tensor("x", -1, 4)], output=self.OUTPUTS)
+        return TensorflowBackend(made, CPU)
+
+    @pytest.mark.parametrize("name", ["number", "flat", "whole", "text"])
+    def test_a_dead_output_is_an_error(self, backend: TensorflowBackend, name: str) -> None:
+        with pytest.raises(Internal) as caught:
+            backend.run({"x": np.full((3, 4), 5, np.float32)}, ["either", name])
+        assert caught.value.message == (
+            f"INVALID_ARGUMENT: Retval[1] does not have value: '{name}:0' is in a branch of the graph that was not taken"
+        )
+
+    @pytest.mark.parametrize("rows", [0, 1, 2])
+    def test_living_ones_are_served(self, backend: TensorflowBackend, rows: int) -> None:
+        x = np.arange(rows * 4, dtype=np.float32).reshape(rows, 4) / 4
+        names = ["number", "flat", "whole", "text", "either", "nested/Merge", "loop"]
+        results = backend.run({"x": x}, names)
+        for name, wanted in zip(
+            names, [x.sum().reshape(1), x.ravel(), x.astype(np.int32), None, x, x, 8 * x], strict=True
+        ):
+            if wanted is not None:
+                assert results[name].dtype == wanted.dtype
+                np.testing.assert_array_equal(results[name], wanted)
+        assert results["text"].shape == x.shape
+        large = np.full((3, 4), 5, np.float32)
+        np.testing.assert_array_equal(backend.run({"x": large}, ["large"])["large"], 2 * large)
+
+    def test_a_saved_model_says_so_too(self, context: Context) -> None:
+        def write(path: Path) -> None:
+            with tf.Graph().as_default() as made, v1.Session() as session:
+                self.branches()
+                x, *ys = (made.get_tensor_by_name(f"{name}:0") for name in ("x", "flat", "large"))
+                v1.saved_model.simple_save(session, str(path), {"x": x}, {"y": ys[0], "z": ys[1]})
+
+        outputs = [tensor("y", -1), tensor("z", -1, 4)]
+        backend = TensorflowBackend(context(SAVED_MODEL, write, input=[tensor("x", -1, 4)], output=outputs), CPU)
+        assert answer(backend, x=X.reshape(1, 4)).tolist() == X.tolist()
+        with pytest.raises(Internal, match=r"Retval\[0\] does not have value"):
+            answer(backend, x=5 * X.reshape(1, 4))
+
+    def test_only_what_no_branch_decides_on_is_completed(self, context: Context) -> None:
+        complete = TensorflowBackend.autocomplete(context(GRAPH_DEF, graph(self.branches)))
+        assert complete is not None
+        assert "max_batch_size" not in complete  # all rows would take the same branch
+        assert complete["input"] == [tensor("x", -1, 4)]
+        names = {output["name"] for output in complete["output"]}
+        assert names == {"either", "nested/Merge"}  # nor what a loop leaves of an unknown rank
 
 
 def test_a_graph_that_was_frozen_with_one_row_takes_more(context: Context) -> None:

@@ -41,6 +41,10 @@ _NO_SERVING = ("__saved_model_init_op", "__saved_model_train_op")
 #: Nodes at the end of a graph that are no outputs of it.
 _NO_OUTPUTS = {"NoOp", "Const", "Assert", "Placeholder", "PlaceholderV2", "PlaceholderWithDefault"}
 _INPUTS = ("Placeholder", "PlaceholderV2", "PlaceholderWithDefault")
+#: Where branches of TensorFlow 1's control flow begin and end. What lies between is dead while another one is taken.
+_SWITCHES = ("Switch", "RefSwitch")
+_MERGES = ("Merge", "RefMerge")
+_BRANCH_ENDS = (*_MERGES, "Exit", "RefExit")
 #: How many nodes an error text lists; of larger graphs only the last ones.
 _MANY_NODES = 64
 #: Each choice of outputs is compiled for itself and takes memory; clients choose.
@@ -119,7 +123,8 @@ def read_graph_def(model: ModelContext) -> Any:
 
 
 def graph_signature(model: ModelContext, graph: Any) -> Signature:
-    """The placeholders of a graph, and of its other tensors those that nothing consumes or the configuration names."""
+    """The placeholders of a graph, and of its other tensors those that the configuration names or nothing consumes;
+    of the latter only those that there are whatever branches are taken."""
     operations = graph.get_operations()
     inputs: dict[str, TensorInfo] = {}
     natural: set[str] = set()
@@ -129,10 +134,16 @@ def graph_signature(model: ModelContext, graph: Any) -> Signature:
             if operation.type != "PlaceholderWithDefault":
                 natural.add(operation.name)
     outputs: dict[str, TensorInfo] = {}
+    in_branches = _in_branches(operations)
+    batchable = True
     for operation in operations:
         if operation.type in _NO_OUTPUTS or any(tensor.consumers() for tensor in operation.outputs):
             continue
-        for number, tensor in enumerate(operation.outputs):
+        if operation.name in in_branches:
+            batchable = False
+            continue
+        # The second output of a merge says which branch it was.
+        for number, tensor in enumerate(operation.outputs[:1] if operation.type in _MERGES else operation.outputs):
             if (info := _tensor_info(tensor)) is not None:
                 outputs[f"{operation.name}:{number}" if number else operation.name] = info
     natural.update(outputs)
@@ -143,7 +154,25 @@ def graph_signature(model: ModelContext, graph: Any) -> Signature:
             outputs[name] = info
     others = [operation for operation in operations if operation.type not in _INPUTS and operation.outputs]
     names = tuple(operation.name for operation in others) if len(others) <= _MANY_NODES else ()
-    return Signature(inputs, outputs, binding=False, natural=frozenset(natural), output_names=names)
+    return Signature(inputs, outputs, False, frozenset(natural), names, batchable)
+
+
+def _in_branches(operations: Sequence[Any]) -> set[str]:
+    """The names of the operations that are run in one branch only. Inputs come before what they are inputs of."""
+    found: set[str] = set()
+    if not _has_branches(operations):
+        return found
+    for operation in operations:
+        if operation.type in _BRANCH_ENDS:
+            continue
+        before = [*(tensor.op for tensor in operation.inputs), *operation.control_inputs]
+        if operation.type in _SWITCHES or any(other.name in found for other in before):
+            found.add(operation.name)
+    return found
+
+
+def _has_branches(operations: Sequence[Any]) -> bool:
+    return any(operation.type in _SWITCHES for operation in operations)
 
 
 def _named(graph: Any, name: str) -> TensorInfo | None:
@@ -207,6 +236,7 @@ class GraphSession:
                 self.signature = graph_signature(model, graph)
                 self._session = tf.compat.v1.Session(graph=graph, config=config)
                 self._check_device(model, instance)
+            self._bits = _bits(graph, self.signature)
             for name in options.init_operations:
                 self._session.run(_operation(model, graph, name))
         except NaiadError:
@@ -234,7 +264,7 @@ class GraphSession:
             feeds = [self.signature.inputs[name].tensor for name in inputs]
             fetches = [self.signature.outputs[name].tensor for name in outputs]
             try:
-                call = Call(self._session, feeds, fetches)
+                call = Call(self._session, feeds, fetches, self._bits)
             except (ValueError, tf.errors.OpError) as error:
                 raise translated(error) from error
             for oldest in list(self._calls)[: max(0, len(self._calls) + 1 - _MOST_CALLS)]:
@@ -258,13 +288,18 @@ class GraphSession:
 class Call:
     """The graph between certain inputs and outputs, ready to run."""
 
-    def __init__(self, session: Any, feeds: Sequence[str], fetches: Sequence[str]) -> None:
+    def __init__(
+        self, session: Any, feeds: Sequence[str], fetches: Sequence[str], bits: Mapping[str, str] | None
+    ) -> None:
         # What is fed cannot be fetched, and nothing twice; signatures may name a tensor more than once.
         computed = [fetch for fetch in dict.fromkeys(fetches) if fetch not in feeds]
-        options = config_pb2.CallableOptions(feed=feeds, fetch=computed)
+        fetched = computed if bits is None else [bits.get(fetch, fetch) for fetch in computed]
+        options = config_pb2.CallableOptions(feed=feeds, fetch=fetched)
         # `Session.run` and the public `make_callable` look at names and structure anew each time, which takes five
         # times as long as this.
         self._run = session._make_callable_from_options(options)
+        #: Of each computed tensor its name and whether its bits are fetched; None where none can be dead.
+        self._mortal = None if bits is None else [(fetch, fetch in bits) for fetch in computed]
         self._direct = list(fetches) == computed
         self._sources = [
             (True, computed.index(fetch)) if fetch in computed else (False, feeds.index(fetch)) for fetch in fetches
@@ -273,9 +308,35 @@ class Call:
     def __call__(self, arrays: Sequence[Array]) -> Sequence[Any]:
         """Arrays, numpy scalars and bytes. Raises the exceptions of tf.errors."""
         results: Sequence[Any] = self._run(*arrays)
+        if self._mortal is not None:
+            results = [_living(index, result, *self._mortal[index]) for index, result in enumerate(results)]
         if self._direct:
             return results
         return [results[index] if is_computed else arrays[index] for is_computed, index in self._sources]
+
+
+def _bits(graph: Any, signature: Signature) -> dict[str, str] | None:
+    """For a graph with branches: FP32 outputs -> nodes, which are added, that have their bits as INT32. Else None.
+
+    `Session.run` has an error for a dead tensor; a callable gives an empty one of FP32, which no other then is.
+    """
+    if not _has_branches(graph.get_operations()):
+        return None
+    bits: dict[str, str] = {}
+    for info in signature.outputs.values():
+        if info.datatype is DataType.FP32 and info.tensor not in bits:
+            tensor = graph.get_tensor_by_name(info.tensor)
+            with graph.as_default(), graph.device(tensor.device):
+                bits[info.tensor] = tf.bitcast(tensor, tf.int32).name
+    return bits
+
+
+def _living(index: int, result: Any, name: str, is_bits: bool) -> Any:
+    """Raises what `Session.run` does where a tensor is dead."""
+    if getattr(result, "dtype", None) == np.float32:
+        text = f"Retval[{index}] does not have value: '{name}' is in a branch of the graph that was not taken"
+        raise tf.errors.InvalidArgumentError(None, None, text)
+    return result.view(np.float32) if is_bits else result
 
 
 def _operation(model: ModelContext, graph: Any, name: str) -> Any:

@@ -45,6 +45,8 @@ class Signature:
     natural: frozenset[str] = frozenset()
     #: For error texts, where `outputs` has not all.
     output_names: tuple[str, ...] = ()
+    #: False where a branch is chosen, which all rows of a batch would take.
+    batchable: bool = True
 
     def natural_inputs(self) -> dict[str, TensorInfo]:
         return {name: info for name, info in self.inputs.items() if self.binding or name in self.natural}
@@ -66,7 +68,7 @@ def complete(
     if not signature.binding and _is_complete(config):
         return None
     config = dict(config)
-    batchable = all(
+    batchable = signature.batchable and all(
         info.shape is None or info.shape[:1] == (-1,)
         for info in (*signature.natural_inputs().values(), *signature.natural_outputs().values())
     )
