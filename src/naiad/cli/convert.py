@@ -63,7 +63,7 @@ class _ShapeType(click.ParamType):  # type: ignore[type-arg]  # has none in olde
     type=click.FloatRange(0),
     default=1e-3,
     show_default=True,
-    help="How far outputs may be from the source's, as a part of the largest value where that is above 1.",
+    help="How far outputs may be from the source's, as a part of their largest value.",
 )
 @click.option("--force", is_flag=True, help="Replace a version and a configuration that are there.")
 def command(

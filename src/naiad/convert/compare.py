@@ -3,6 +3,7 @@
 import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -10,6 +11,10 @@ from naiad.backends.api import Array
 from naiad.convert.job import Difference
 from naiad.datatypes import DataType
 from naiad.errors import InvalidArgument, NaiadError
+
+#: Bits of a float -> how much wider its rounding makes a tolerance, and the least that the tolerance is a part of: small
+#: values may be what is left of larger ones that cancel.
+_ROUNDING = {16: (4.0, 0.1), 32: (1.0, 1e-3), 64: (1.0, 1e-3)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,13 +89,21 @@ def difference(output: str, inputs: str, wanted: Array, got: Array) -> Differenc
         )
     if wanted.dtype.kind not in "biuf" or got.dtype.kind not in "biuf":
         same = [_text(it) for it in wanted.reshape(-1)] == [_text(it) for it in got.reshape(-1)]
-        return Difference(output, inputs, 0.0 if same else float("inf"), 1.0)
+        return Difference(output, inputs, 0.0 if same else float("inf"), 1.0, 1.0)
     a, b = wanted.reshape(-1).astype(np.float64), got.reshape(-1).astype(np.float64)
     finite = np.isfinite(a) & np.isfinite(b)
     if not np.array_equal(a[~finite], b[~finite], equal_nan=True):
-        return Difference(output, inputs, float("inf"), 1.0)
+        return Difference(output, inputs, float("inf"), 1.0, 1.0)
     largest = float(np.abs(a[finite] - b[finite]).max(initial=0.0))
-    return Difference(output, inputs, largest, float(np.abs(a[finite]).max(initial=0.0)))
+    scale = float(np.abs(a[finite]).max(initial=0.0))
+    return Difference(output, inputs, largest, scale, _unit(scale, wanted.dtype, got.dtype))
+
+
+def _unit(scale: float, *dtypes: np.dtype[Any]) -> float:
+    """What the tolerance is a part of, for values up to `scale`, by the coarser of the types."""
+    bits = [dtype.itemsize * 8 for dtype in dtypes if dtype.kind == "f"]
+    wider, smallest = _ROUNDING[min(bits)] if bits else (1.0, 0.0)
+    return max(wider * scale, smallest)
 
 
 def _text(element: object) -> str:
@@ -98,10 +111,11 @@ def _text(element: object) -> str:
 
 
 def check(differences: Sequence[Difference], tolerance: float) -> None:
-    """Raises NaiadError where an output is further off than `tolerance`, for values above 1 that part of the largest."""
+    """Raises NaiadError where an output is further off than that part of its largest value."""
     for it in differences:
-        if it.largest > tolerance * max(1.0, it.scale):
+        if it.largest > tolerance * it.unit:
             raise NaiadError(
                 f"the result is not the source: output '{it.output}' differs by {it.largest:.3g} on {it.inputs}, values are"
-                f" up to {it.scale:.3g}, the tolerance is {tolerance:g}. Nothing was written"
+                f" up to {it.scale:.3g}, the tolerance is {tolerance * it.unit:.3g}. Nothing was written; --tolerance allows"
+                " more"
             )

@@ -45,12 +45,14 @@ class Step(msgspec.Struct, frozen=True, tag=True):
 
 
 class Difference(msgspec.Struct, frozen=True):
-    """How far an output is from the source's: the largest absolute difference, and the largest value."""
+    """How far an output is from the source's: the largest absolute difference, the largest value, and what the tolerance
+    is a part of."""
 
     output: str
     inputs: str
     largest: float
     scale: float
+    unit: float
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):

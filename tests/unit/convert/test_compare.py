@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from naiad.convert.compare import Input, check, difference, given_arrays, paired, random_arrays, read_arrays
-from naiad.convert.job import Difference
 from naiad.datatypes import DataType
 from naiad.errors import InvalidArgument, NaiadError
 
@@ -82,14 +81,43 @@ def test_shapes_must_be_the_same() -> None:
     assert difference("o", "these", np.array(1.0), np.array([1.0])).largest == 0
 
 
-@pytest.mark.parametrize(("largest", "scale", "fits"), [(0.01, 1, True), (0.02, 1, False), (1, 1000, True)])
-def test_the_tolerance_is_a_part_of_large_values(largest: float, scale: float, fits: bool) -> None:
-    found = [Difference("o", "these", largest, scale)]
+@pytest.mark.parametrize(
+    ("datatype", "wanted", "got", "fits"),
+    [
+        (np.float32, 1000, 1001, True),
+        (np.float32, 1000, 1002, False),
+        (np.float32, 0.01, 0.010009, True),
+        (np.float32, 0.01, 0.0101, False),
+        (np.float32, 2.5e-5, 0, False),
+        (np.float32, 0, 9e-7, True),
+        (np.float32, 0, 2e-6, False),
+        (np.float64, 0.01, 0.0101, False),
+        (np.float16, 0.5, 0.501, True),
+        (np.float16, 0.5, 0.504, False),
+        (np.float16, 0.0001, 0.00018, True),
+        (np.float16, 0.002, 0, False),
+        (np.int64, 5000, 5004, True),
+        (np.int64, 1, 2, False),
+        (np.bool_, True, False, False),
+    ],
+)
+def test_the_tolerance_is_a_part_of_the_largest_value(datatype: type, wanted: float, got: float, fits: bool) -> None:
+    found = [difference("o", "these", np.array([wanted, 0], datatype), np.array([got, 0], datatype))]
     if fits:
-        check(found, 0.01)
+        check(found, 1e-3)
     else:
-        with pytest.raises(NaiadError, match=r"output 'o' differs by 0\.02 on these"):
-            check(found, 0.01)
+        with pytest.raises(NaiadError, match=r"output 'o' differs by .* on these"):
+            check(found, 1e-3)
+
+
+def test_the_coarser_type_says_what_rounding_makes() -> None:
+    check([difference("o", "these", np.array([0.5], np.float64), np.array([0.501], np.float16))], 1e-3)
+
+
+def test_without_a_tolerance_results_must_be_the_same() -> None:
+    check([difference("o", "these", np.ones(1, np.float32), np.ones(1, np.float32))], 0)
+    with pytest.raises(NaiadError, match="the tolerance is 0"):
+        check([difference("o", "these", np.zeros(1, np.float32), np.full(1, 1e-9, np.float32))], 0)
 
 
 def test_a_file_of_arrays(tmp_path: Path) -> None:
