@@ -53,11 +53,15 @@ class _Conversion:
         path = Path(job.folder) / filename
         _, example, answer = tried[0]
         batching = job.batching and source.batchable
-        config = write(job, source, path, example, list(answer))
+        config = write(job, source, path, example, answer)
         self._next(f"Load the result with the backend {backend}")
         sizes = [job.max_batch_size, 0] if batching and job.max_batch_size else [0]
         result, problems = load(backend, path, job.model, config, sizes)
         remarks += problems
+        remarks += [
+            f"output '{name}' is left out: the source has nothing to compare it with"
+            for name in result.leave_out_all_but([theirs for _, theirs in paired(list(answer), result.outputs)])
+        ]
         self._next("Compare the results")
         differences = _compare(result, tried)
         check(differences, job.tolerance)

@@ -65,6 +65,12 @@ class Served:
     def outputs(self) -> tuple[str, ...]:
         return tuple(it["name"] for it in self.config["output"])
 
+    def leave_out_all_but(self, names: Sequence[str]) -> list[str]:
+        """Takes all outputs but these out of the configuration, and says which those were."""
+        left_out = [name for name in self.outputs if name not in names]
+        self.config["output"] = [it for it in self.config["output"] if it["name"] in names]
+        return left_out
+
     def run(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
         """All outputs, in the order of the configuration. Inputs by the names of it."""
         feeds = {name: np.array(array) for name, array in arrays.items()}

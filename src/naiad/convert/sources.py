@@ -237,10 +237,15 @@ def _described(job: Job, names: Sequence[str], required: Sequence[str]) -> tuple
 
 def _sklearn(job: Job) -> Source:
     import joblib
-    from sklearn.base import is_classifier, is_clusterer, is_regressor
+    from sklearn.base import is_classifier, is_clusterer, is_outlier_detector, is_regressor
 
     _find_code_beside(job)
     model = joblib.load(job.source)
+    if not hasattr(model, "predict") and not hasattr(model, "transform"):
+        raise InvalidArgument(
+            f"{job.source} holds a {type(model).__name__}, which has neither predict() nor transform(): it says nothing of"
+            " new rows"
+        )
     if job.shapes:
         inputs = tuple(Input(it.name, BY_NAME[it.datatype], it.dims) for it in job.shapes)
         if len(inputs) != 1:
@@ -259,12 +264,19 @@ def _sklearn(job: Job) -> Source:
             x = x.astype(np.float64)  # as it was trained; some models take nothing else
         if is_classifier(model):
             results = {"label": model.predict(x)}
-            if hasattr(model, "predict_proba"):
+            # Some only decide; and those of several targets at once are a list.
+            if hasattr(model, "predict_proba") and results["label"].ndim == 1:
                 results["probabilities"] = model.predict_proba(x)
             return results
         if is_clusterer(model):
-            return {"label": model.predict(x)}
-        found = np.asarray(model.predict(x) if is_regressor(model) else model.transform(x))
+            return {
+                "label": model.predict(x),
+                **({"scores": model.transform(x)} if hasattr(model, "transform") else {}),
+            }
+        if is_outlier_detector(model):
+            return {"label": model.predict(x).reshape(-1, 1), "scores": model.decision_function(x).reshape(-1, 1)}
+        found = model.predict(x) if is_regressor(model) else model.transform(x)
+        found = np.asarray(found.toarray() if hasattr(found, "toarray") else found)
         return {"variable": found.reshape(len(x), -1)}
 
     return Source(inputs, run, model)

@@ -23,8 +23,10 @@ _TF_OPSET = 18
 _EXTERNAL_BYTES = 1_500_000_000
 
 
-def write(job: Job, source: Source, path: Path, example: Mapping[str, Array], outputs: list[str]) -> ConfigDict:
-    """Writes `path`. `example` is what the source has just been run on, `outputs` what it answered. Returns what of
+def write(
+    job: Job, source: Source, path: Path, example: Mapping[str, Array], answer: Mapping[str, Array]
+) -> ConfigDict:
+    """Writes `path`. `example` is what the source has just been run on, `answer` what it answered. Returns what of
     the configuration the written file does not say, dims with the batch. Raises NaiadError, or what the converter does."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what converters think of other parts of their framework
@@ -33,9 +35,9 @@ def write(job: Job, source: Source, path: Path, example: Mapping[str, Array], ou
         if job.kind in ("savedmodel", "onnx"):
             _from_file(job.target, source.model, path)
         elif job.kind == "sklearn":
-            _from_sklearn(source, path)
+            _from_sklearn(source, path, answer)
         else:
-            return _from_torch(job, source, path, example, outputs)
+            return _from_torch(job, source, path, example, list(answer))
     return {}
 
 
@@ -151,10 +153,9 @@ def _complete_tf2onnx(path: Path) -> None:
 # --- scikit-learn ---------------------------------------------------------------------------------------------------
 
 
-def _from_sklearn(source: Source, path: Path) -> None:
-    from skl2onnx import to_onnx
+def _from_sklearn(source: Source, path: Path, answer: Mapping[str, Array]) -> None:
+    from skl2onnx import get_latest_tested_opset_version, to_onnx
     from skl2onnx.common import data_types as types
-    from sklearn.base import is_classifier
 
     kinds = {
         DataType.FP32: types.FloatTensorType,
@@ -168,9 +169,26 @@ def _from_sklearn(source: Source, path: Path) -> None:
     if it.datatype not in kinds:
         raise InvalidArgument(f"skl2onnx takes no {it.datatype.name}, only {', '.join(kind.name for kind in kinds)}")
     shape = [None if dim == -1 else dim for dim in it.dims]
-    # Probabilities as a matrix: a list of dictionaries is no tensor.
-    options = {"zipmap": False} if is_classifier(source.model) else None
-    converted = to_onnx(source.model, initial_types=[(it.name, kinds[it.datatype](shape))], options=options)
+
+    def converted_with(options: dict[Any, Any]) -> Any:
+        # Version 3 has all that is needed; the converter's inner graphs refuse its own default.
+        opsets = {"": get_latest_tested_opset_version(), "ai.onnx.ml": 3}
+        types_in = [(it.name, kinds[it.datatype](shape))]
+        return to_onnx(source.model, initial_types=types_in, options=options, target_opset=opsets)
+
+    try:
+        # Probabilities as a matrix: a list of dictionaries is no tensor.
+        converted = converted_with({"zipmap": False})
+    except NameError:
+        # What has no probabilities does not know the option; of a pipeline it gets it, unless it has options of its own.
+        last = source.model.steps[-1][1] if hasattr(source.model, "steps") else source.model
+        converted = converted_with({id(last): {}})
+    for output in converted.graph.output:
+        # The converter calls two targets of a forest one.
+        if output.name in answer:
+            dims = output.type.tensor_type.shape.dim
+            for dim, extent in zip(dims[1:], answer[output.name].shape[1:], strict=False):
+                dim.dim_value = extent
     path.write_bytes(converted.SerializeToString())
 
 

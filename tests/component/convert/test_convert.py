@@ -82,11 +82,12 @@ torch.export.save(torch.export.export(model, example, dynamic_shapes=({0: batch}
 SKLEARN = """
 import joblib, pickle
 import numpy as np
-from sklearn.cluster import KMeans
-from sklearn.ensemble import RandomForestRegressor
+from sklearn.cluster import DBSCAN, KMeans
+from sklearn.ensemble import IsolationForest, RandomForestRegressor
 from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
+from sklearn.svm import SVC, LinearSVC
 
 x = np.random.default_rng(0).normal(size=(200, 5))
 y = (x.sum(1) > 0).astype(int)
@@ -95,6 +96,11 @@ with open("words.pkl", "wb") as file:
     pickle.dump(LogisticRegression().fit(x, np.array(["no", "yes"])[y]), file)
 joblib.dump(RandomForestRegressor(5, random_state=0).fit(x, x.sum(1)), "regressor.joblib")
 joblib.dump(KMeans(3, random_state=0).fit(x), "clusters.joblib")
+joblib.dump(RandomForestRegressor(5, random_state=0).fit(x, x[:, :2]), "targets.joblib")
+joblib.dump(IsolationForest(n_estimators=5, random_state=0).fit(x), "outliers.joblib")
+joblib.dump(make_pipeline(StandardScaler(), SVC()).fit(x, y), "svc.joblib")
+joblib.dump(make_pipeline(StandardScaler(), LinearSVC()).fit(x, y), "linear.joblib")
+joblib.dump(DBSCAN().fit(x), "dbscan.joblib")
 """
 
 SHAPES = ("--shape", "x:FP32:-1,4", "--shape", "y:FP32:-1,3")
@@ -148,6 +154,7 @@ OPENVINO = needs("openvino")
 TF2ONNX = needs("tensorflow", "tf2onnx", "onnx")
 TORCH_HERE = needs("torch")
 ONNXSCRIPT = needs("torch", "onnxscript", "onnx")
+SKL2ONNX = needs("sklearn", "skl2onnx", "joblib", "onnx")
 
 
 @pytest.mark.parametrize(
@@ -237,7 +244,7 @@ def test_outputs_keep_their_names(models, run, tmp_path, monkeypatch):
     [
         pytest.param("m.keras", (), "as a Keras model: ValueError:", marks=TENSORFLOW),
         pytest.param("m.pth", SHAPES, "as a PyTorch module: ", marks=TORCH_HERE),
-        pytest.param("m.pkl", (), "as a scikit-learn model: ", marks=needs("sklearn", "joblib", "skl2onnx")),
+        pytest.param("m.pkl", (), "as a scikit-learn model: ", marks=SKL2ONNX),
     ],
 )
 def test_a_file_that_is_no_model(name, options, text, run, tmp_path):
@@ -293,7 +300,7 @@ def test_what_a_module_needs_is_said(source, more, text, models, run, monkeypatc
     assert text in result.output
 
 
-@needs("sklearn", "skl2onnx", "joblib", "onnx")
+@SKL2ONNX
 @pytest.mark.parametrize(
     ("source", "outputs"),
     [
@@ -301,6 +308,7 @@ def test_what_a_module_needs_is_said(source, more, text, models, run, monkeypatc
         ("words.pkl", {"label": "TYPE_STRING", "probabilities": "TYPE_FP32"}),
         ("regressor.joblib", {"variable": "TYPE_FP32"}),
         ("clusters.joblib", {"label": "TYPE_INT64", "scores": "TYPE_FP32"}),
+        ("outliers.joblib", {"label": "TYPE_INT64", "scores": "TYPE_FP32"}),
     ],
 )
 def test_from_scikit_learn(source, outputs, models, run, tmp_path):
@@ -310,6 +318,30 @@ def test_from_scikit_learn(source, outputs, models, run, tmp_path):
     assert shapes(config.input) == {"X": [5]}
     kinds = type(config.input[0]).DESCRIPTOR.fields_by_name["data_type"].enum_type.values_by_number
     assert {it.name: kinds[it.data_type].name for it in config.output} == outputs
+
+
+@SKL2ONNX
+@pytest.mark.parametrize("source", ["svc.joblib", "linear.joblib"])
+def test_an_output_that_the_source_does_not_have_is_left_out(source, models, run, tmp_path):
+    """What skl2onnx calls probabilities are decisions, of an SVC with two classes those for the other class."""
+    result = run(models("sklearn") / source, "onnx")
+    assert result.exit_code == 0, result.output
+    assert [it.name for it in configuration(tmp_path).output] == ["label"]
+    assert "output 'probabilities' is left out" in result.output
+
+
+@SKL2ONNX
+def test_the_configuration_has_the_shape_of_the_answers(models, run, tmp_path):
+    """skl2onnx says that a forest has one target."""
+    assert run(models("sklearn") / "targets.joblib", "onnx").exit_code == 0
+    assert shapes(configuration(tmp_path).output) == {"variable": [2]}
+
+
+@SKL2ONNX
+def test_a_clustering_that_says_nothing_of_new_rows(models, run):
+    result = run(models("sklearn") / "dbscan.joblib", "onnx")
+    assert result.exit_code == 1
+    assert "a DBSCAN, which has neither predict() nor transform()" in result.output
 
 
 @needs("onnx", "openvino")
