@@ -113,9 +113,26 @@ def _text(element: object) -> str:
 def check(differences: Sequence[Difference], tolerance: float) -> None:
     """Raises NaiadError where an output is further off than that part of its largest value."""
     for it in differences:
-        if it.largest > tolerance * it.unit:
+        if _too_far(it, tolerance):
             raise NaiadError(
                 f"the result is not the source: output '{it.output}' differs by {it.largest:.3g} on {it.inputs}, values are"
                 f" up to {it.scale:.3g}, the tolerance is {tolerance * it.unit:.3g}. Nothing was written; --tolerance allows"
                 " more"
             )
+
+
+def _too_far(found: Difference, tolerance: float) -> bool:
+    return found.largest > tolerance * found.unit
+
+
+def dependent_output(batch: Mapping[str, Array], row: int, alone: Mapping[str, Array], tolerance: float) -> str | None:
+    """The first output of which a row of a batch is not what the same row gets alone."""
+    for name, values in batch.items():
+        among_others = values[row : row + 1] if values.ndim else values
+        if (
+            values.ndim == 0
+            or alone[name].shape != among_others.shape
+            or _too_far(difference(name, "", among_others, alone[name]), tolerance)
+        ):
+            return name
+    return None

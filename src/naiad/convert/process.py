@@ -12,7 +12,15 @@ from pathlib import Path
 import msgspec
 
 from naiad.backends.api import Array
-from naiad.convert.compare import check, difference, given_arrays, paired, random_arrays, read_arrays
+from naiad.convert.compare import (
+    check,
+    dependent_output,
+    difference,
+    given_arrays,
+    paired,
+    random_arrays,
+    read_arrays,
+)
 from naiad.convert.job import REPORTS_FD, Difference, Done, Failed, Job, Report, Step
 from naiad.convert.plan import TARGETS
 from naiad.convert.served import Served, load
@@ -21,8 +29,9 @@ from naiad.convert.targets import write
 from naiad.errors import InvalidArgument, NaiadError
 
 _STEPS = 5
-#: What dynamic extents behind the batch are tried with: long enough for convolutions, and usual sides of pictures.
-_EXTENTS = (8, 64, 224, 1)
+#: What open dimensions behind the batch are tried with, until the source has taken two: long enough for convolutions, and
+#: usual sides of pictures. 1, which much is compiled apart for, only where no other will do.
+_EXTENTS = (8, 12, 5, 64, 224, 1)
 
 #: A set of inputs, what it is called, and what the source answers.
 _Tried = tuple[str, Mapping[str, Array], Mapping[str, Array]]
@@ -53,6 +62,9 @@ class _Conversion:
         path = Path(job.folder) / filename
         _, example, answer = tried[0]
         batching = job.batching and source.batchable
+        if batching and (problem := _dependence(source, tried, job.tolerance)) is not None:
+            batching = False
+            remarks.append(f"it does not batch: {problem}")
         config = write(job, source, path, example, answer)
         self._next(f"Load the result with the backend {backend}")
         sizes = [job.max_batch_size, 0] if batching and job.max_batch_size else [0]
@@ -73,24 +85,51 @@ class _Conversion:
         if self._job.arrays is not None:
             arrays = given_arrays(read_arrays(self._job.arrays), source.inputs)
             tried.append(("the given inputs", arrays, source.run(arrays)))
-        problem: Exception | None = None
-        for extent in _EXTENTS:
+        random, problem = _on_random_inputs(source)
+        if not random:
+            if not tried:
+                raise InvalidArgument(
+                    f"the source itself fails on random inputs: {problem}. Give inputs it can work with: --inputs FILE.npz"
+                )
+            remarks.append(f"the source fails on random inputs, only the given ones were compared: {problem}")
+        return tried + random
+
+
+def _on_random_inputs(source: Source) -> tuple[list[_Tried], Exception | None]:
+    """In batches of 2 and 3, and where dimensions behind the batch are open with two lengths, of those that the source
+    takes. Why it took none, else."""
+    is_open = any(-1 in it.dims[1:] for it in source.inputs)
+    found: list[_Tried] = []
+    problem: Exception | None = None
+    lengths = 0
+    for extent in _EXTENTS:
+        if lengths == (2 if is_open else 1) or (lengths and extent == 1):
+            break
+        length = f", lengths of {extent}" if is_open else ""
+        try:
+            found += [
+                (f"random inputs, batch of {rows}{length}", arrays, source.run(arrays))
+                for rows in ((2, 3) if source.batchable and not found else (2,))
+                for arrays in (random_arrays(source.inputs, rows, extent, seed=rows),)
+            ]
+            lengths += 1
+        except Exception as error:
+            problem = problem or error
+    return found, problem
+
+
+def _dependence(source: Source, tried: list[_Tried], tolerance: float) -> str | None:
+    """Why rows of different requests cannot share a batch: the first and the last row of each are run alone."""
+    for what, arrays, answer in tried:
+        rows = len(next(iter(arrays.values())))
+        for row in sorted({0, rows - 1}):
             try:
-                random = [
-                    (f"random inputs, batch of {rows}", arrays, source.run(arrays))
-                    for rows in ((2, 3) if source.batchable else (2,))
-                    for arrays in (random_arrays(source.inputs, rows, extent, seed=rows),)
-                ]
+                alone = source.run({name: array[row : row + 1] for name, array in arrays.items()})
             except Exception as error:
-                problem = problem or error
-                continue
-            return tried + random
-        if not tried:
-            raise InvalidArgument(
-                f"the source itself fails on random inputs: {problem}. Give inputs it can work with: --inputs FILE.npz"
-            )
-        remarks.append(f"the source fails on random inputs, only the given ones were compared: {problem}")
-        return tried
+                return f"the source fails on one row of {what}: {error}"
+            if (output := dependent_output(answer, row, alone, tolerance)) is not None:
+                return f"output '{output}' of one row depends on the others of {what}"
+    return None
 
 
 def _compare(result: Served, tried: list[_Tried]) -> list[Difference]:
@@ -98,7 +137,10 @@ def _compare(result: Served, tried: list[_Tried]) -> list[Difference]:
     for what, arrays, wanted in tried:
         names = dict(paired(list(arrays), [it.name for it in result.inputs]))
         feeds = {names[name]: array if array.ndim else array.reshape(1) for name, array in arrays.items()}
-        got = result.run(feeds)
+        try:
+            got = result.run(feeds)
+        except NaiadError as error:
+            raise NaiadError(f"the result fails on {what}, the source does not: {error.message}") from error
         differences += [
             difference(theirs, what, wanted[ours], got[theirs]) for ours, theirs in paired(list(wanted), list(got))
         ]

@@ -62,6 +62,25 @@ class Broken(torch.nn.Module):
 class FirstOnly(torch.nn.Module):
     def forward(self, x):
         return x + torch.ones_like(x) * float(x.shape[0])
+
+
+class Centred(torch.nn.Module):
+    def forward(self, x):
+        return x - x.mean(0, keepdim=True)
+
+
+class Pairs(torch.nn.Module):
+    def forward(self, x):
+        if x.shape[0] < 2:
+            raise ValueError("a row needs another")
+        return x + 1
+
+
+class Loop(torch.nn.Module):
+    def forward(self, x):
+        for step in range(x.shape[1]):
+            x = x + step
+        return x
 """
 
 TORCH = """
@@ -274,6 +293,37 @@ def test_a_result_that_is_not_the_source_is_not_written(models, run, tmp_path, m
     result = run("net.py:FirstOnly", "torchscript", "--shape", "x:FP32:-1,4")
     assert result.exit_code == 1
     assert "random inputs, batch of 3" in result.output
+    assert not (tmp_path / "models").exists()
+
+
+@TORCH_HERE
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        (
+            "Centred",
+            "it does not batch: output 'OUTPUT__0' of one row depends on the others of random inputs, batch of 2",
+        ),
+        ("Pairs", "it does not batch: the source fails on one row of random inputs, batch of 2: a row needs another"),
+    ],
+)
+def test_rows_that_depend_on_each_other_are_no_batch(name, text, models, run, tmp_path, monkeypatch):
+    monkeypatch.chdir(models("torch"))
+    result = run(f"net.py:{name}", "torchscript", "--shape", "x:FP32:-1,4")
+    assert result.exit_code == 0, result.output
+    assert text in result.output
+    config = configuration(tmp_path)
+    assert config.max_batch_size == 0
+    assert shapes(config.input) == {"x": [-1, 4]}
+
+
+@TORCH_HERE
+def test_open_lengths_are_compared_with_two(models, run, tmp_path, monkeypatch):
+    """Tracing writes down the length it has seen."""
+    monkeypatch.chdir(models("torch"))
+    result = run("net.py:Loop", "torchscript", "--shape", "x:FP32:-1,-1")
+    assert result.exit_code == 1
+    assert "on random inputs, batch of 2, lengths of 12" in result.output
     assert not (tmp_path / "models").exists()
 
 

@@ -5,7 +5,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from naiad.convert.compare import Input, check, difference, given_arrays, paired, random_arrays, read_arrays
+from naiad.convert.compare import (
+    Input,
+    check,
+    dependent_output,
+    difference,
+    given_arrays,
+    paired,
+    random_arrays,
+    read_arrays,
+)
 from naiad.datatypes import DataType
 from naiad.errors import InvalidArgument, NaiadError
 
@@ -112,6 +121,24 @@ def test_the_tolerance_is_a_part_of_the_largest_value(datatype: type, wanted: fl
 
 def test_the_coarser_type_says_what_rounding_makes() -> None:
     check([difference("o", "these", np.array([0.5], np.float64), np.array([0.501], np.float16))], 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("batch", "row", "alone", "depends"),
+    [
+        ([[1.0, 2.0], [3.0, 4.0]], 1, [[3.0, 4.0]], False),
+        ([[1.0, 2.0], [3.0, 4.0]], 1, [[3.0, 4.001]], False),
+        ([[1.0, 2.0], [3.0, 4.0]], 1, [[3.0, 4.1]], True),
+        ([[1.0, 2.0], [3.0, 4.0]], 1, [[3.0]], True),
+        (1.0, 0, 1.0, True),  # nothing has rows
+        ([1.0], 1, [1.0], True),
+        (["a", "b"], 0, ["a"], False),
+        (["a", "b"], 0, ["b"], True),
+    ],
+)
+def test_an_output_whose_rows_depend_on_each_other(batch: object, row: int, alone: object, depends: bool) -> None:
+    found = dependent_output({"o": np.array(batch)}, row, {"o": np.array(alone)}, 1e-3)
+    assert found == ("o" if depends else None)
 
 
 def test_without_a_tolerance_results_must_be_the_same() -> None:
