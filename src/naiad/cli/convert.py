@@ -1,7 +1,10 @@
 """`naiad convert`: a model of one framework becomes a model of the repository, with its configuration."""
 
 import shlex
+import signal
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import click
@@ -97,12 +100,13 @@ def command(
             wanted = " ".join(f"'{package}'" for package in packages)
             name, _ = SOURCES[kind]
             raise NaiadError(f"from {name} to {target} needs more packages: pip install {wanted}")
-        with tempfile.TemporaryDirectory(prefix="naiad-convert-") as folder:
+        with _ended_by_exceptions(), tempfile.TemporaryDirectory(prefix="naiad-convert-") as folder:
             job = Job(
                 source=source,
                 kind=kind,
                 target=target,
                 folder=str(_folder(folder, version)),
+                scratch=folder,
                 model=model_name(version),
                 max_batch_size=0 if no_batch else max_batch_size,
                 batching=not no_batch,
@@ -120,6 +124,23 @@ def command(
     click.echo(f"wrote {version / TARGETS[target][1]}")
     click.echo(f"wrote {config}" if written else f"kept {config}; --force replaces it")
     click.echo(f"serve it with: naiad serve --model-repository={shlex.quote(str(version.parent.parent))}")
+
+
+@contextmanager
+def _ended_by_exceptions() -> Iterator[None]:
+    """Signals that end the command let it put away what it has begun, as Ctrl-C does. For nohup, one is ignored."""
+
+    def stop(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    taken = [it for it in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(it) is signal.SIG_DFL]
+    for number in taken:
+        signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for number in taken:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _folder(root: str, version: Path) -> Path:

@@ -24,6 +24,8 @@ class Job(msgspec.Struct, frozen=True):
     target: str
     #: Where the model's file goes; exists, empty, and is named like the version.
     folder: str
+    #: The temporary folder that `folder` lies in, for other temporary files, too. It goes with the command.
+    scratch: str
     model: str
     max_batch_size: int
     batching: bool

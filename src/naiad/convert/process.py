@@ -1,10 +1,15 @@
 """The process that converts: `python -m naiad.convert.process`, a Job on its input, Reports to a pipe.
 
+The end of its input is that of the process that asked: then it ends, too, and takes what it has written with it.
+
 Frameworks write what they like to its output and error output, which the parent keeps for the case of failure.
 """
 
 import os
+import shutil
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
@@ -147,10 +152,19 @@ def _compare(result: Served, tried: list[_Tried]) -> list[Difference]:
     return differences
 
 
+def _end_with_parent(scratch: str) -> None:
+    while os.read(sys.stdin.fileno(), 1):
+        pass
+    shutil.rmtree(scratch, ignore_errors=True)
+    os.killpg(0, signal.SIGKILL)  # with the converters that it runs as programs
+
+
 def main() -> None:
     """The program."""
     pipe = int(os.environ.pop(REPORTS_FD))
-    conversion = _Conversion(msgspec.json.decode(sys.stdin.buffer.read(), type=Job), pipe)
+    job = msgspec.json.decode(sys.stdin.buffer.readline(), type=Job)
+    threading.Thread(target=_end_with_parent, args=(job.scratch,), daemon=True).start()
+    conversion = _Conversion(job, pipe)
     try:
         conversion.send(conversion.run())
     except NaiadError as error:

@@ -43,7 +43,11 @@ def check_place(version: Path, force: bool) -> None:
     for folder in (version, *version.parents):
         if folder.exists() and not folder.is_dir():
             raise AlreadyExists(f"{folder} is in the way: it is no folder")
-    if version.exists() and any(version.iterdir()) and not force:
+    if force:
+        return
+    if version.is_symlink() and not version.exists():
+        raise AlreadyExists(f"{version} is a link to nothing; --force replaces it")
+    if version.exists() and any(version.iterdir()):
         raise AlreadyExists(f"{version} has a model already; --force replaces it")
 
 
@@ -57,19 +61,24 @@ def convert(job: Job, on_step: Callable[[Step], None]) -> Done:
             stdout=output,
             stderr=output,
             pass_fds=(write,),
-            env={**os.environ, REPORTS_FD: str(write), "TF_CPP_MIN_LOG_LEVEL": "2"},
+            env={**os.environ, REPORTS_FD: str(write), "TF_CPP_MIN_LOG_LEVEL": "2", "TMPDIR": job.scratch},
+            process_group=0,
         )
         os.close(write)
+        assert process.stdin is not None
         try:
-            assert process.stdin is not None
             # A process that ends before it has read says why, or its status does.
-            with suppress(BrokenPipeError), process.stdin:
-                process.stdin.write(msgspec.json.encode(job))
+            with suppress(BrokenPipeError):
+                process.stdin.write(msgspec.json.encode(job) + b"\n")
+                process.stdin.flush()
             last = _follow(read, on_step)
             status = process.wait()
         finally:
-            process.kill()
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+            with suppress(BrokenPipeError):
+                process.stdin.close()
         if isinstance(last, Done):
             return last
         output.seek(0)
@@ -97,27 +106,50 @@ def install(job: Job, done: Done, version: Path, replace_config: bool) -> tuple[
     writes = replace_config or not config.exists()
     # Each is moved to its place in one step, so that a server that watches the repository never sees half of it.
     half, half_config = version.parent / f".{version.name}.half", version.parent / ".config.pbtxt.half"
+    old = version.parent / f".{version.name}.old"
     made = [folder for folder in version.parents if not folder.exists()]
     try:
         version.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(half, ignore_errors=True)
+        _remove(half)
+        _remove(old)
         shutil.copytree(job.folder, half)
         if writes:
             half_config.write_text(config_text(done.config))
-            half_config.replace(config)
-        if version.exists():
-            shutil.rmtree(version)
-        half.replace(version)
+        try:
+            if os.path.lexists(version):
+                version.rename(old)
+            half.replace(version)
+            if writes:
+                half_config.replace(config)
+        except BaseException:
+            if not half.exists():
+                _remove(version)
+            if os.path.lexists(old):
+                old.rename(version)
+            raise
     except BaseException as error:
-        shutil.rmtree(half, ignore_errors=True)
-        half_config.unlink(missing_ok=True)
         with suppress(OSError):
+            _remove(half)
+            half_config.unlink(missing_ok=True)
             for folder in made:
                 folder.rmdir()
+        if isinstance(error, shutil.Error):
+            _, place, why = error.args[0][0]  # of each file that was not copied
+            raise NaiadError(f"cannot write {place}: {why}") from error
         if isinstance(error, OSError):
             raise NaiadError(f"cannot write {error.filename or version}: {error.strerror or error}") from error
         raise
+    with suppress(OSError):
+        _remove(old)
     return config, writes
+
+
+def _remove(folder: Path) -> None:
+    """A folder with all in it, or a link to one without what it leads to."""
+    if folder.is_symlink():
+        folder.unlink()
+    elif folder.exists():
+        shutil.rmtree(folder)
 
 
 def config_text(config: dict[str, Any]) -> str:

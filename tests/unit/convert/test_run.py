@@ -2,7 +2,11 @@
 
 import errno
 import os
+import selectors
 import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -23,7 +27,7 @@ CONFIG = {
 
 
 def job(folder: Path, source: str = "nothing.onnx", kind: str = "onnx") -> Job:
-    return Job(source, kind, "openvino", str(folder), "m", 8, True, 1e-3)
+    return Job(source, kind, "openvino", str(folder), str(folder), "m", 8, True, 1e-3)
 
 
 @pytest.mark.parametrize(
@@ -93,6 +97,92 @@ def test_what_cannot_be_written_leaves_nothing_behind(
         assert sorted(it.name for it in version.parent.iterdir()) == ["1", "config.pbtxt"]
     else:
         assert list(tmp_path.iterdir()) == [made]
+
+
+def folders(tmp_path: Path) -> tuple[Path, Path]:
+    """A new model, and the place of a version in a repository."""
+    made, version = tmp_path / "made", tmp_path / "r" / "m" / "1"
+    made.mkdir()
+    (made / "model.xml").write_text("new")
+    version.parent.mkdir(parents=True)
+    return made, version
+
+
+def test_a_link_is_replaced_and_what_it_leads_to_stays(tmp_path: Path) -> None:
+    made, version = folders(tmp_path)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "model.xml").write_text("old")
+    version.symlink_to(elsewhere)
+    run.install(job(made), Done(CONFIG, [], []), version, replace_config=True)
+    assert not version.is_symlink()
+    assert (version / "model.xml").read_text() == "new"
+    assert (elsewhere / "model.xml").read_text() == "old"
+    assert sorted(it.name for it in version.parent.iterdir()) == ["1", "config.pbtxt"]
+
+
+def test_a_link_to_nothing_is_in_the_way(tmp_path: Path) -> None:
+    made, version = folders(tmp_path)
+    version.symlink_to(tmp_path / "nothing")
+    with pytest.raises(AlreadyExists, match="is a link to nothing; --force replaces it"):
+        run.check_place(version, force=False)
+    run.check_place(version, force=True)
+    run.install(job(made), Done(CONFIG, [], []), version, replace_config=True)
+    assert (version / "model.xml").read_text() == "new"
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_configuration_that_cannot_be_replaced_leaves_the_old_version(there: bool, tmp_path: Path) -> None:
+    made, version = folders(tmp_path)
+    if there:
+        version.mkdir()
+        (version / "model.xml").write_text("old")
+    (version.parent / "config.pbtxt").mkdir()
+    with pytest.raises(NaiadError, match=r"cannot write .*config\.pbtxt"):
+        run.install(job(made), Done(CONFIG, [], []), version, replace_config=True)
+    assert sorted(it.name for it in version.parent.iterdir()) == [*(["1"] if there else []), "config.pbtxt"]
+    assert not there or (version / "model.xml").read_text() == "old"
+
+
+def test_files_that_cannot_be_copied_are_told_in_words(tmp_path: Path) -> None:
+    made, version = folders(tmp_path)
+    (made / "model.bin").symlink_to("nothing")
+    with pytest.raises(NaiadError, match=r"cannot write /.*/\.1\.half/model\.bin: \[Errno 2\] No such file"):
+        run.install(job(made), Done(CONFIG, [], []), version, replace_config=True)
+    assert list(version.parent.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_a_command_that_is_ended_leaves_nothing_behind(number: signal.Signals, tmp_path: Path) -> None:
+    """Neither the process that converts, nor what that has written."""
+    pytest.importorskip("torch")
+    scratch, told = tmp_path / "scratch", tmp_path / "told"
+    scratch.mkdir()
+    os.mkfifo(told)
+    (tmp_path / "net.py").write_text(
+        "import os, pathlib, tempfile, threading\n"
+        "pathlib.Path(tempfile.mkdtemp(), 'weights').write_text('large')\n"
+        f"pathlib.Path({str(told)!r}).write_text(str(os.getpid()))\n"
+        "threading.Event().wait()\n"
+    )
+    program = [sys.executable, "-m", "naiad", "convert", "net.py:Net", "--to", "pt2", "--output", "models/m/1"]
+    command = subprocess.Popen(
+        program,
+        cwd=tmp_path,
+        env={**os.environ, "TMPDIR": str(scratch)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    converting = os.pidfd_open(int(told.read_text()))
+    assert list(scratch.iterdir()) != []
+    command.send_signal(number)
+    assert command.wait() == (-number if number is signal.SIGKILL else 128 + number)
+    with selectors.DefaultSelector() as selector:
+        selector.register(converting, selectors.EVENT_READ)
+        assert selector.select(60)
+    os.close(converting)
+    assert list(scratch.iterdir()) == []
+    assert not (tmp_path / "models").exists()
 
 
 def test_the_configuration_can_be_read_again() -> None:
