@@ -92,10 +92,13 @@ def _freeze(source: Source, path: Path) -> ConfigDict:
 
 
 def _keras_outputs(model: Any) -> list[str]:
-    """What a dictionary calls its outputs, else the names of the layers they come from."""
+    """What a dictionary calls its outputs, else the names of the layers they come from, else as a SavedModel has them."""
     if type(model).__name__ == "Sequential":
         return [model.layers[-1].name]
-    return list(model.output) if isinstance(model.output, dict) else list(model.output_names)
+    names = list(model.output) if isinstance(model.output, dict) else list(model.output_names)
+    if len(set(names)) == len(names):
+        return names
+    return [f"output_{at}" for at in range(len(names))]  # a layer gives two of them, or is called twice
 
 
 def _openvino() -> Any:

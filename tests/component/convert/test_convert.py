@@ -25,6 +25,8 @@ model = keras.Sequential([
 model.save("digits.keras")
 model.save("digits.h5")
 model.export("digits.savedmodel", verbose=False)
+one, other, shared = keras.Input((4,), name="one"), keras.Input((4,), name="other"), keras.layers.Dense(3, name="shared")
+keras.Model([one, other], [shared(one), shared(other)]).save("shared.keras")
 """
 
 NET = """
@@ -205,6 +207,13 @@ def test_chosen_layers_are_the_outputs(models, run, tmp_path):
     result = run(models("tensorflow") / "digits.keras", "graphdef", "--layers", "edges, probabilities")
     assert result.exit_code == 0, result.output
     assert shapes(configuration(tmp_path).output) == {"edges": [6, 6, 4], "probabilities": [10]}
+
+
+@TENSORFLOW
+def test_two_outputs_of_one_layer_are_numbered(models, run, tmp_path):
+    result = run(models("tensorflow") / "shared.keras", "graphdef")
+    assert result.exit_code == 0, result.output
+    assert shapes(configuration(tmp_path).output) == {"output_0": [3], "output_1": [3]}
 
 
 @TENSORFLOW
