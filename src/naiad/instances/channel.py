@@ -38,6 +38,14 @@ class BrokenFrame(Exception):
     """The peer sent what is no frame."""
 
 
+def socket_pair() -> tuple[socket.socket, socket.socket]:
+    """The two ends of a connection. Raises ResourceExhausted."""
+    try:
+        return socket.socketpair()
+    except OSError as error:
+        raise ResourceExhausted(f"no connection to a model's process: {error.strerror}") from error
+
+
 def encode(message: Any, fds: Sequence[int] = (), into: bytearray | None = None) -> bytearray:
     """The bytes of a frame, written to `into` if given. Raises ResourceExhausted for one the peer would not take."""
     frame = bytearray(_HEADER.size) if into is None else into

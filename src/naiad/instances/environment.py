@@ -18,7 +18,7 @@ import msgspec
 
 import naiad
 from naiad.errors import InvalidArgument, Unavailable
-from naiad.instances.channel import LoopChannel
+from naiad.instances.channel import LoopChannel, socket_pair
 from naiad.instances.frames import Exited, Fork, Forked, FromZygote, Hello, Start
 from naiad.instances.zygote import SAVED_OPENBLAS
 
@@ -153,7 +153,7 @@ class _Zygote:
         self._loop = loop
         self._backend = backend
         self._interpreter = interpreter
-        mine, theirs = socket.socketpair()
+        mine, theirs = socket_pair()
         environment = dict(os.environ)
         environment[SAVED_OPENBLAS] = environment.get("OPENBLAS_NUM_THREADS", "")
         environment["OPENBLAS_NUM_THREADS"] = "1"
@@ -170,12 +170,17 @@ class _Zygote:
                 pass_fds=(theirs.fileno(),),
                 env=environment,
             )
+            try:
+                self._pidfd = os.pidfd_open(self._process.pid)
+            except OSError:
+                self._process.kill()
+                self._process.wait()
+                raise
         except OSError as error:
             mine.close()
             raise Unavailable(f"cannot start '{interpreter}' for backend '{backend}': {error.strerror}") from error
         finally:
             theirs.close()
-        self._pidfd = os.pidfd_open(self._process.pid)
         loop.add_reader(self._pidfd, self._on_exit)
         decoder: msgspec.msgpack.Decoder[FromZygote] = msgspec.msgpack.Decoder(FromZygote)
         self._channel = LoopChannel(loop, mine, decoder, self._on_message, self._on_end)
@@ -191,7 +196,7 @@ class _Zygote:
         return self._channel.is_open
 
     def fork(self, number: int, name: str, exclusive: bool, busy_poll_ns: int) -> "asyncio.Future[Child]":
-        mine, theirs = socket.socketpair()
+        mine, theirs = socket_pair()
         forked: asyncio.Future[Child] = self._loop.create_future()
         self.forks[number] = (forked, mine)
         self._channel.send(Fork(number, name, exclusive, busy_poll_ns), (theirs.fileno(),))

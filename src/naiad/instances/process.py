@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from naiad.backends.api import ConfigDict
-from naiad.errors import Internal, NaiadError, Unavailable
+from naiad.errors import Internal, NaiadError, Unavailable, text_of
 from naiad.instances.busy_poll import AwakeLoop
 from naiad.instances.call_link import Caller, CallLink, OnCall, new_caller
 from naiad.instances.channel import LoopChannel
@@ -161,7 +161,7 @@ class Host:
         window_ns = self.awake.take_place()
         try:
             child = await self.environment.fork(self.name, self.is_exclusive, window_ns)
-        except NaiadError:
+        except BaseException:
             self.awake.leave_place(window_ns)
             self.state = "stopped"
             raise
@@ -268,7 +268,7 @@ class Host:
                     # No tenant could be loaded: begin again with a fresh process.
                     self._next_pause_s = None
                     child = self._child
-                    self.kill(f"could not load its models again: {problem}")
+                    self.kill(f"could not load its models again: {text_of(problem)}")
                     await child.wait()
                     pause_s = self._next_pause_s
                 elif self._next_pause_s is not None:
@@ -277,32 +277,32 @@ class Host:
                     # It could not even be forked.
                     pause_s = self._policy.failed(self._loop.time())
                     if pause_s is None:
-                        self._give_up(tenants, f"host process '{self.name}' cannot be started: {problem}")
+                        self._give_up(tenants, f"host process '{self.name}' cannot be started: {text_of(problem)}")
                 else:
                     return
         finally:
             self._restarting = None
 
-    async def _restart_once(self, tenants: Sequence[Tenant]) -> NaiadError | None:
-        """One try; why it failed for all tenants."""
+    async def _restart_once(self, tenants: Sequence[Tenant]) -> Exception | None:
+        """One try; why it failed for all tenants. Whatever it was: without another try they would hang for ever."""
         try:
             await self.start()
-        except NaiadError as error:
+        except Exception as error:
             return error
         self.restarts += 1
-        problems: list[tuple[Tenant, NaiadError]] = []
+        problems: list[tuple[Tenant, Exception]] = []
         for tenant in tenants:
             if tenant.is_loaded:
                 try:
                     await self._load(tenant)
-                except NaiadError as error:
+                except Exception as error:
                     if self._child is None:
                         return error
                     problems.append((tenant, error))
         if problems and len(problems) == len(tenants):
             return problems[0][1]
         for tenant, problem in problems:
-            self._give_up([tenant], f"{tenant.label} cannot be loaded again: {problem.message}")
+            self._give_up([tenant], f"{tenant.label} cannot be loaded again: {text_of(problem)}")
         self._policy.started(self._loop.time())
         for label, tenant in {tenant.label: tenant for tenant in tenants}.items():
             self._log(tenant, "INFO", f"{label}: host process '{self.name}' is running again, pid {self.pid}")

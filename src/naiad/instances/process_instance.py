@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import socket
 from collections.abc import Callable, Hashable
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Final
@@ -13,7 +12,7 @@ from naiad.backends.api import InstanceContext
 from naiad.errors import NaiadError, ResourceExhausted
 from naiad.instances import arena, layout
 from naiad.instances.busy_poll import Awaited
-from naiad.instances.channel import LoopChannel
+from naiad.instances.channel import LoopChannel, socket_pair
 from naiad.instances.delivery import Batches
 from naiad.instances.frames import Cancel, Execute, Results
 from naiad.instances.instance import Execution
@@ -83,7 +82,8 @@ class ProcessInstance:
     # ---- the life of the connection ---------------------------------------------------------------------
 
     def connect(self) -> list[int]:
-        """Makes socket and arenas; the descriptors for the host, which the caller closes once they are sent."""
+        """Makes socket and arenas; the descriptors for the host, which the caller closes once they are sent. Raises
+        ResourceExhausted."""
         size = self._tenant.host.limits.arena
         fds: list[int] = []
         try:
@@ -93,8 +93,8 @@ class ProcessInstance:
             fds.append(output_fd)
             self._inputs = arena.map_shared(input_fd, size)
             self._outputs = arena.map_shared(output_fd, size)
-            mine, theirs = socket.socketpair()
-        except (OSError, NaiadError):
+            mine, theirs = socket_pair()
+        except NaiadError:
             for fd in fds:
                 os.close(fd)
             raise

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import gc
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -132,6 +133,48 @@ async def test_a_host_whose_model_cannot_be_loaded_again_is_given_up_with_the_re
         await until(lambda: not instance.is_available)
         await available(instance)
         assert "No such file" in instance.failure
+
+
+class Shortage(RestartPolicy):
+    """From the end of the host until the first failed try to restart it, only `left` descriptors can be had."""
+
+    left = 0
+
+    def __init__(self, now):
+        super().__init__(now, pauses_s=(0.0, 0.01, 0.02))
+        self.limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self.before = 0
+
+    def failed(self, now):
+        if self.before:
+            resource.setrlimit(resource.RLIMIT_NOFILE, self.limits)
+        else:
+            taken = {int(name) for name in os.listdir("/proc/self/fd")}
+            self.before = len(taken)
+            free = [number for number in range(max(taken) + self.left + 2) if number not in taken]
+            resource.setrlimit(resource.RLIMIT_NOFILE, (free[self.left], self.limits[1]))
+        return super().failed(now)
+
+
+@pytest.mark.parametrize("left", range(7))
+async def test_a_host_is_restarted_when_there_are_descriptors_again(make_lab, monkeypatch, left):
+    monkeypatch.setattr(Shortage, "left", left)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    async with make_lab(restart_policy=Shortage, busy_poll_ns=1000, awake_processes=2) as lab:
+        model = await lab.load("Misbehaving", STRINGS)
+        (instance,) = model.instances
+        descriptors = len(os.listdir("/proc/self/fd"))
+        try:
+            os.kill(*model.pids, signal.SIGKILL)
+            await until(lambda: not instance.is_available)
+            await available(instance)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        assert instance.failure is None
+        assert output(await say(instance, "hello")) == b"hello"
+        await until(lambda: len(os.listdir("/proc/self/fd")) == descriptors)
+        # The one place to wait awake is the new process's.
+        assert lab.hosts._awake.take_place() == 0
 
 
 async def test_a_model_that_closes_foreign_descriptors_is_restarted(lab):
