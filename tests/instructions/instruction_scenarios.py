@@ -577,7 +577,7 @@ def _host(backend: ArrayBackend | RequestBackend) -> Once:
 def host_of_requests() -> Once:
     path = ROOT / "benchmarks/model_code/identity.py"
     folder = str(path.parent)
-    model = model_context(VersionSpec("identity", 1, folder, folder, str(path), {}), CONFIG_DICT, None, Shared())
+    model = model_context(VersionSpec("identity", 1, folder, folder, str(path), {}), CONFIG_DICT, None, Shared(), True)
     return _host(PythonBackend(model, InstanceContext("identity_0", "KIND_CPU")))
 
 

@@ -60,6 +60,8 @@ class ModelContext:
     #: `--backend-config=<backend>,<key>=<value>`, with the values for all backends below them.
     settings: Mapping[str, str]
     services: Services
+    #: Whether no other model ever runs in this process, so that its code may take any module names.
+    is_alone: bool = True
     _shared: Shared = field(default_factory=Shared)
 
     @property

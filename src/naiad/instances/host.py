@@ -191,8 +191,11 @@ class HostServices:
         return msgspec.msgpack.decode(self._host.call(self._model, method, arguments), type=kind)
 
 
-def model_context(spec: VersionSpec, config: dict[str, Any], services: Any, shared: Shared) -> ModelContext:
-    """What a backend gets to see of a version. `shared` is what its instances share."""
+def model_context(
+    spec: VersionSpec, config: dict[str, Any], services: Any, shared: Shared, is_alone: bool
+) -> ModelContext:
+    """What a backend gets to see of a version. `shared` is what its instances share, `is_alone` whether they are the only
+    ones in the process."""
     return ModelContext(
         name=spec.name,
         version=spec.version,
@@ -202,6 +205,7 @@ def model_context(spec: VersionSpec, config: dict[str, Any], services: Any, shar
         config=config,
         settings=spec.settings,
         services=services,
+        is_alone=is_alone,
         _shared=shared,
     )
 
@@ -335,7 +339,9 @@ class Host:
 
     def _complete(self, frame: Complete) -> None:
         try:
-            context = model_context(frame.spec, frame.config, HostServices(self, frame.model), Shared())
+            context = model_context(
+                frame.spec, frame.config, HostServices(self, frame.model), Shared(), self._exclusive
+            )
             # In the try, as what a backend has made of a configuration need not be fit to travel.
             self.reply(Reply(frame.reply, self._backend.autocomplete(context), None))
         except BaseException as error:
@@ -362,7 +368,7 @@ class Host:
             os.close(fds[at + 1])
             os.close(fds[at + 2])
         shared = self._shared.setdefault(frame.sharing, Shared())
-        context = model_context(frame.spec, frame.config, HostServices(self, frame.model), shared)
+        context = model_context(frame.spec, frame.config, HostServices(self, frame.model), shared, self._exclusive)
         threads = self._threads[frame.model] = []
         problem: BaseException | None = None
         for spec, link in zip(frame.instances, links, strict=True):

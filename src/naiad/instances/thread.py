@@ -343,7 +343,7 @@ class ThreadModel:
         """A thread cannot be killed: executions are not timed here."""
 
     def _context(self, config: ConfigDict, shared: Shared) -> ModelContext:
-        return model_context(self._version(), config, self._services, shared)
+        return model_context(self._version(), config, self._services, shared, is_alone=False)
 
     def _version(self) -> VersionSpec:
         spec = self.spec

@@ -57,7 +57,7 @@ class PythonBackend(RequestBackend):
         current.enter(current.Instance(model.name, model.services, _model_folder(model)))
         host = os.getpid()
         try:
-            python_class = model_class(model.path)
+            python_class = model_class(model.path, model.is_alone)
             if not hasattr(python_class, "auto_complete_config"):
                 return None
             completed = python_class.auto_complete_config(ModelConfig(json.dumps(model.config)))
@@ -83,7 +83,7 @@ class PythonBackend(RequestBackend):
         self._instance = current.Instance(instance.name, model.services, _model_folder(model))
         current.enter(self._instance)
         try:
-            self._model = model_class(model.path)()
+            self._model = model_class(model.path, model.is_alone)()
             if asyncio.iscoroutinefunction(getattr(self._model, "is_ready", None)):
                 # Now, since readiness and requests come from different threads.
                 self._loop = EventLoop()

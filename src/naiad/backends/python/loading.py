@@ -7,7 +7,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from naiad.backends.python import pb_utils
+from naiad.backends.python import own_modules, pb_utils
 from naiad.errors import Internal
 
 #: The names under which models import `pb_utils`; the second is the compiled part of Triton's.
@@ -16,10 +16,11 @@ NAMES = ("triton_python_backend_utils", "c_python_backend_utils")
 _IMPORTABLE = str(Path(__file__).with_name("importable"))
 
 
-def model_class(path: Path) -> Any:
+def model_class(path: Path, is_alone: bool = True) -> Any:
     """`TritonPythonModel` of the file `path`, imported anew.
 
-    The module is named `<folder>.<file>`, for example `1.model`, so that relative imports work. The folder and its
+    The module is named `<folder>.<file>`, for example `1.model`, so that relative imports work; where it is not alone in
+    the process, other models are called that too, and the package has a name of its own. The folder and its
     parent go to the end of `sys.path`, and stay there for later imports of the model; the folder in which the server
     was started comes first, as in Triton. The file of a Python-based backend, whose folder has the backend's name, is a
     module by itself: its folder would hide the library of that name. Raises what the file raises, and Internal for a
@@ -39,13 +40,14 @@ def model_class(path: Path) -> Any:
     for entry in (str(folder), str(folder.parent), _IMPORTABLE):
         if entry not in sys.path:
             sys.path.append(entry)
-    _forget(folder.name)
-    sys.modules[folder.name] = package = _package(folder)
+    name = folder.name if is_alone else own_modules.package_name(folder)
+    _forget(name)
+    sys.modules[name] = package = _package(name, folder)
+    if not is_alone:
+        own_modules.begin(name, folder, NAMES)
     if package.__spec__ is not None and package.__spec__.loader is not None and package.__file__:
         package.__spec__.loader.exec_module(package)
-    name = f"{folder.name}.{path.stem}"
-    __import__(name)
-    return sys.modules[name].TritonPythonModel
+    return __import__(f"{name}.{path.stem}", fromlist=["TritonPythonModel"]).TritonPythonModel
 
 
 def _single_module(path: Path) -> ModuleType:
@@ -62,17 +64,17 @@ def _single_module(path: Path) -> ModuleType:
 
 def _forget(package: str) -> None:
     """Removes what another model, or an earlier instance of this one, has imported from a folder of that name."""
-    for name in [name for name in sys.modules if name == package or name.startswith(f"{package}.")]:
+    for name in [name for name in list(sys.modules) if name == package or name.startswith(f"{package}.")]:
         del sys.modules[name]
 
 
-def _package(folder: Path) -> ModuleType:
+def _package(name: str, folder: Path) -> ModuleType:
     """The version folder as a package of its own: a search would find the "1" of any model on `sys.path`."""
     init = folder / "__init__.py"
     if init.is_file():
-        spec = importlib.util.spec_from_file_location(folder.name, init, submodule_search_locations=[str(folder)])
+        spec = importlib.util.spec_from_file_location(name, init, submodule_search_locations=[str(folder)])
     else:
-        spec = importlib.machinery.ModuleSpec(folder.name, None, is_package=True)
+        spec = importlib.machinery.ModuleSpec(name, None, is_package=True)
         spec.submodule_search_locations = [str(folder)]
     assert spec is not None
     return importlib.util.module_from_spec(spec)

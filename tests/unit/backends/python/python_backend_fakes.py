@@ -81,7 +81,7 @@ class FakeRequest:
         return self.answer.message
 
 
-def context(path: Path, services: FakeServices | None = None, **config: Any) -> ModelContext:
+def context(path: Path, services: FakeServices | None = None, is_alone: bool = True, **config: Any) -> ModelContext:
     """The model of the file `path`, which lies in its version directory."""
     directory = path.parent.parent
     return ModelContext(
@@ -93,11 +93,12 @@ def context(path: Path, services: FakeServices | None = None, **config: Any) -> 
         config={"name": directory.name, "max_batch_size": 0, "input": [], "output": [], **config},
         settings={},
         services=services or FakeServices(),
+        is_alone=is_alone,
     )
 
 
-def load(path: Path, services: FakeServices | None = None, **config: Any) -> PythonBackend:
-    model = context(path, services, **config)
+def load(path: Path, services: FakeServices | None = None, is_alone: bool = True, **config: Any) -> PythonBackend:
+    model = context(path, services, is_alone, **config)
     return _Hosted(model, InstanceContext(f"{model.name}_0_0", "KIND_CPU"))
 
 

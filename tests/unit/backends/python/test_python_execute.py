@@ -1,9 +1,12 @@
 """What a model's `execute` may return and raise, and how its life begins and ends."""
 
+import builtins
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -418,6 +421,44 @@ def test_modules_beside_the_model_and_above_it(tmp_path: Path) -> None:
         request = FakeRequest(("Y",))
         load(path).execute([request])
         assert request.values == {"Y": [n, n + 2, n + 4, n * 10]}
+
+
+def test_models_in_one_process_have_their_own_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However they import them, and though they are loaded beside each other."""
+    monkeypatch.setattr(builtins, "__import__", builtins.__import__)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    source = """
+        import sys
+        sys.path.append(__file__.replace("model.py", "lib"))
+        import plain, above, deep, package.inside as inside
+        from package import inside as same
+        from spaces import inside as third
+
+        class TritonPythonModel:
+            def execute(self, requests):
+                from . import late
+                import absolute, json
+                values = [own, plain.value, above.value, inside.value, deep.value, late.value, absolute.value, third.value]
+                assert same is inside and json.dumps and pb_utils.Tensor
+                return [pb_utils.InferenceResponse([pb_utils.Tensor("Y", np.array(values))])]
+        """
+    paths = []
+    for n in range(6):
+        # Two versions of each model.
+        path = write(tmp_path, source.replace("class", f"own = {n}\n        class"), f"shared.{n // 2}", n % 2 + 1)
+        (path.parent.parent / "above.py").write_text(f"value = {n // 2}\n")
+        for file in ("plain", "late", "absolute", "package/inside", "package/__init__", "spaces/inside", "lib/deep"):
+            (path.parent / file).parent.mkdir(exist_ok=True)
+            (path.parent / f"{file}.py").write_text(f"value = {n}\n")
+        (path.parent / "json.py").write_text("")
+        (path.parent / "triton_python_backend_utils.py").write_text("")
+        paths.append(path)
+    with ThreadPoolExecutor(len(paths)) as threads:
+        models = list(threads.map(partial(load, is_alone=False), paths))
+    for n, model in enumerate(models):
+        request = FakeRequest(("Y",))
+        model.execute([request])
+        assert request.values == {"Y": [n, n, n // 2, n, n, n, n, n]}
 
 
 def test_a_version_folder_may_be_a_package(tmp_path: Path) -> None:
