@@ -24,6 +24,10 @@ from naiad.instances.zygote import SAVED_OPENBLAS
 
 #: Importing a framework from a cold disk can take minutes, but not for ever.
 _START_TIMEOUT_S = 300.0
+#: A fork takes milliseconds; longer where memory has to come back from disk first.
+_FORK_TIMEOUT_S = 20.0
+#: A zygote gives its hosts 2 s.
+_END_TIMEOUT_S = 3.0
 #: Makes a zygote of an interpreter that need not have naiad: the server lends it what it misses, at the end of the
 #: path, where the compiled modules of the server are also those of that interpreter.
 _BORROW = """
@@ -210,6 +214,26 @@ class _Zygote:
         self._channel.close()
         self._fail("has been closed")
 
+    def give_up(self, reason: str) -> None:
+        """Ends one that hangs. Its hosts live on."""
+        self._process.kill()
+        self._channel.close()
+        self._fail(reason)
+
+    async def wait(self) -> None:
+        """Until it has ended after `close`: by force where it hangs, and then its hosts too."""
+        try:
+            async with asyncio.timeout(_END_TIMEOUT_S):
+                await asyncio.shield(self.ended)
+        except TimeoutError:
+            self.kill_children()
+            self._process.kill()
+            await asyncio.shield(self.ended)
+
+    def kill_children(self) -> None:
+        for child in self.children.values():
+            child.kill()
+
     def _on_message(self, message: FromZygote, fds: list[int]) -> None:
         if isinstance(message, Hello):
             if not self.hello.done():
@@ -297,13 +321,17 @@ class BackendEnvironment:
         zygote = self._living_zygote()
         await self._hello(zygote)
         self._fork_count += 1
-        return await zygote.fork(self._fork_count, name, exclusive, busy_poll_ns)
+        forked = zygote.fork(self._fork_count, name, exclusive, busy_poll_ns)
+        await asyncio.wait((forked,), timeout=_FORK_TIMEOUT_S)
+        if not forked.done():
+            zygote.give_up(f"has not started a process for '{name}' within {_FORK_TIMEOUT_S:g} s and was killed")
+        return await forked
 
     def kill(self) -> None:
         """Ends all hosts by force."""
         for zygote in [*self._ending, self._zygote]:
-            for child in zygote.children.values() if zygote is not None else ():
-                child.kill()
+            if zygote is not None:
+                zygote.kill_children()
 
     async def close(self) -> None:
         """Ends the zygote, and with it hosts that are still there."""
@@ -311,8 +339,7 @@ class BackendEnvironment:
             self._zygote.close()
             self._ending.append(self._zygote)
             self._zygote = None
-        for zygote in self._ending:
-            await asyncio.shield(zygote.ended)
+        await asyncio.gather(*(zygote.wait() for zygote in self._ending))
         self._ending.clear()
 
     async def _probe(self) -> None:

@@ -16,6 +16,7 @@ from instance_lab import Batch, available, config, parameters, request, run, unt
 
 from naiad.backends.api import InstanceContext
 from naiad.errors import Internal, InvalidArgument, Unavailable
+from naiad.instances import environment
 from naiad.instances.environment import Child
 from naiad.instances.hosts import ModelSpec
 from naiad.instances.restart import RestartPolicy
@@ -345,6 +346,30 @@ async def test_a_dead_zygote_is_replaced_and_its_hosts_live_on(lab):
     assert "its host process ended; it is being restarted" in error.message
     await available(model.instances[0])
     assert output(await say(model.instances[0], "hello")) == b"hello"
+
+
+async def test_a_zygote_that_hangs_is_replaced_and_its_hosts_live_on(lab, monkeypatch):
+    model = await lab.load("Misbehaving", STRINGS)
+    other = await lab.load("Misbehaving", STRINGS, name="other")
+    (zygote,) = zygotes_of(os.getpid())
+    with monkeypatch.context() as patch:
+        patch.setattr(environment, "_FORK_TIMEOUT_S", 0.1)
+        os.kill(zygote, signal.SIGSTOP)
+        error = await say(model.instances[0], "exit 1")
+        await until(lambda: not is_alive(zygote))
+    assert "its host process ended; it is being restarted" in error.message
+    assert output(await say(other.instances[0], "hello")) == b"hello"
+    await available(model.instances[0])
+    assert output(await say(model.instances[0], "hello")) == b"hello"
+
+
+async def test_a_zygote_that_hangs_is_ended_with_the_pool(make_lab, monkeypatch):
+    monkeypatch.setattr(environment, "_END_TIMEOUT_S", 0.1)
+    async with make_lab() as lab:
+        model = await lab.load("Misbehaving", STRINGS)
+        (zygote,) = zygotes_of(os.getpid())
+        os.kill(zygote, signal.SIGSTOP)
+    assert not any(map(is_alive, [zygote, *model.pids]))
 
 
 async def test_the_zygote_of_another_interpreter_ends_when_no_model_is_left_in_it(make_lab, tmp_path):
