@@ -24,19 +24,13 @@ from naiad.instances import host
 from naiad.instances.busy_poll import BusyPoll
 from naiad.instances.channel import BlockingChannel
 from naiad.instances.frames import Exited, Fork, Forked, Hello, Start, ToZygote, failure
+from naiad.instances.process_name import name_process
 from naiad.instances.references import load_backend
 
 #: Set by the server for a zygote, holding what the variable was before ("" for nothing).
 SAVED_OPENBLAS = "NAIAD_SAVED_OPENBLAS_NUM_THREADS"
-_PR_SET_NAME = 15
 #: How long hosts may take to see the end of the server before they are killed.
 _GRACE_S = 2.0
-_libc = ctypes.CDLL(None)
-
-
-def name_process(name: str) -> None:
-    """Makes ps and top show `name`, of which the kernel keeps 15 bytes."""
-    _libc.prctl(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)
 
 
 def _openblas_setters() -> list[Any]:

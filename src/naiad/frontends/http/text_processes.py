@@ -10,9 +10,11 @@ import contextlib
 import logging
 import os
 import socket
+import struct
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol, TypeVar
 
@@ -43,6 +45,9 @@ T = TypeVar("T")
 _KEPT_S = 10.0
 #: A process that has failed so often without any work is not started again.
 _MOST_FAILURES = 3
+#: One that takes longer than this, and than it takes to do so many bytes a second on a busy machine, hangs.
+_HANGS_AFTER_S = 10
+_SLOWEST = 5_000_000
 #: Longer texts are not copied to it; of shorter ones, so much memory is kept for the next.
 _LONGEST = 1 << 30
 _KEPT_MEMORY = 64 << 20
@@ -76,7 +81,12 @@ class TextProcess:
         self._lock = threading.Lock()
         mine, theirs = socket.socketpair()
         self._memory = os.memfd_create("naiad-texts", os.MFD_CLOEXEC)
-        self._channel: BlockingChannel[Answer] = BlockingChannel(mine, msgspec.msgpack.Decoder(Answer))
+        # Also where it does not take what is sent to it, for so long.
+        mine.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _HANGS_AFTER_S, 0))
+        self._deadline = 0.0
+        self._channel: BlockingChannel[Answer] = BlockingChannel(
+            mine, msgspec.msgpack.Decoder(Answer), before_sleep=self._end_if_late
+        )
         fds = (theirs.fileno(), self._memory)
         command = [sys.executable, "-P", "-m", "naiad.frontends.http.text_program", *map(str, fds)]
         # Its libraries need no threads.
@@ -133,6 +143,7 @@ class TextProcess:
                 put(self._memory, array, offset)
         except OSError:
             raise _Failed from None
+        self._deadline = time.monotonic() + _HANGS_AFTER_S + sum(len(array) for array, _ in data) / _SLOWEST
         try:
             self._channel.send(job)
             received = self._channel.receive()
@@ -143,6 +154,12 @@ class TextProcess:
             raise _Failed
         self.has_worked = True
         return received[0]
+
+    def _end_if_late(self) -> bool:
+        """Looked at once a second while its answer is waited for."""
+        if time.monotonic() > self._deadline:
+            self._process.kill()
+        return True
 
     def _fetch(self, byte_size: int, offset: int = 0) -> bytes:
         data = os.pread(self._memory, byte_size, offset)

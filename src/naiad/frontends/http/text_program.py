@@ -16,6 +16,7 @@ import numpy as np
 
 from naiad.datatypes import Buffer
 from naiad.instances.channel import BlockingChannel
+from naiad.instances.process_name import name_process
 from naiad.protocol.json_numbers import parse_numbers
 from naiad.protocol.json_text import dump, parse
 
@@ -124,6 +125,7 @@ def _write(job: Write, memory: int) -> Answer:
 
 def main() -> None:
     sock, memory = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
+    name_process("naiad-json")
     # A service manager sends it to all processes; this one ends with the server.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     channel: BlockingChannel[Job] = BlockingChannel(sock, msgspec.msgpack.Decoder(Job))

@@ -22,7 +22,7 @@ from naiad.frontends.processes.client import (
 )
 from naiad.frontends.processes.frames import HttpConnections, Started, failure_of
 from naiad.instances.host import ignore_signals
-from naiad.instances.zygote import name_process
+from naiad.instances.process_name import name_process
 from naiad.telemetry.log import bridge
 
 #: How long clients may take to hear that the engine's process has ended.

@@ -200,6 +200,23 @@ def test_one_that_dies(use: str) -> None:
     process.end()
 
 
+@pytest.mark.parametrize("others", [0, MANY])
+def test_one_that_hangs_is_ended(others: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it does not answer or does not even take the job, as when there are long texts beside the numbers."""
+    monkeypatch.setattr(text_processes, "_HANGS_AFTER_S", 1)
+    process = TextProcess()
+    os.kill(process.pid, signal.SIGSTOP)
+    answer = {"outputs": [{"data": np.arange(MANY)}, {"data": ["a"] * others}]}
+    assert process.write(answer) == HERE.write(answer)
+    assert process.has_failed
+    process.end()
+
+
+def test_it_has_a_name(process: TextProcess) -> None:
+    process.read(request_text(tensor("FP32", NUMBERS)))
+    assert Path(f"/proc/{process.pid}/comm").read_text() == "naiad-json\n"
+
+
 def test_one_that_is_ended_while_it_works(monkeypatch: pytest.MonkeyPatch) -> None:
     process = TextProcess()
     os.kill(process.pid, signal.SIGSTOP)
