@@ -7,6 +7,8 @@ Triton makes, and the way from a GPU to the host. The C structures are those of 
 import ctypes
 import functools
 import math
+import sys
+from contextlib import nullcontext
 from typing import Any
 
 import ml_dtypes
@@ -78,28 +80,49 @@ class _Memory:
 
 
 class DeviceTensor:
-    """A tensor in GPU memory: `source` can make capsules of it, and keeps the memory."""
+    """A tensor in GPU memory. `exported` is a capsule that nobody takes over: it keeps the memory. `source` can make
+    others; None for a tensor that came as a capsule."""
 
-    __slots__ = ("device", "dtype", "shape", "source")
+    __slots__ = ("device", "dtype", "exported", "shape", "source")
 
-    def __init__(self, source: Any, device: tuple[int, int], dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
+    def __init__(self, source: Any, exported: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
         self.source = source
-        self.device = device
+        self.exported = exported
+        self.device = (CUDA, _inside(exported).device_id)
         self.dtype = dtype
         self.shape = shape
 
     def capsule(self, stream: Any = None) -> Any:
         """For who goes on in `stream` of CUDA; None is the legacy default stream."""
-        return self.source.__dlpack__(stream=_LEGACY_STREAM if stream is None else stream)
+        if self.source is not None:
+            return _export(self.source, self.device[1], _LEGACY_STREAM if stream is None else stream)
+        memory = (ctypes.c_char * (math.prod(self.shape) * self.dtype.itemsize)).from_address(self._address)
+        # numpy does not look at the memory, which it could not.
+        capsule = from_array(np.ndarray(self.shape, self.dtype, memoryview(memory)), self.exported)
+        tensor = _inside(capsule)
+        tensor.device_type, tensor.device_id = self.device
+        return capsule
 
     def to_host(self) -> Array:
         """A copy in host memory."""
         array: Array = np.empty(self.shape, self.dtype)
         if array.size:
-            capsule = self.capsule()
-            tensor = _inside(capsule)
-            _copy_from_gpu(array, tensor.data + tensor.byte_offset, self.device[1])
+            _copy_from_gpu(array, self._address, self.device[1])
         return array
+
+    @property
+    def _address(self) -> int:
+        tensor = _inside(self.exported)
+        return int(tensor.data or 0) + int(tensor.byte_offset)
+
+
+def _export(source: Any, device_id: int, stream: int) -> Any:
+    """A capsule of a tensor on a GPU. PyTorch makes one only while that GPU is the current one of the thread, and its
+    stream there is the one that is waited for."""
+    torch = sys.modules.get("torch")
+    is_torch = torch is not None and isinstance(source, torch.Tensor)
+    with torch.cuda.device(device_id) if is_torch else nullcontext():  # type: ignore[union-attr]
+        return source.__dlpack__(stream=stream)
 
 
 def take(source: Any) -> Array | DeviceTensor:
@@ -111,10 +134,10 @@ def take(source: Any) -> Array | DeviceTensor:
             "Provided tensor is not supported. Tensor must be a DLPack capsule or have `__dlpack__` and "
             "`__dlpack_device__` attributes"
         )
-    kind, _ = source.__dlpack_device__()
+    kind, device_id = source.__dlpack_device__()
     _check_device(int(kind))
     if kind == CUDA:
-        return _take_capsule(source.__dlpack__(stream=_LEGACY_STREAM), source)
+        return _take_capsule(_export(source, device_id, _LEGACY_STREAM), source)
     return _take_capsule(source.__dlpack__(stream=None), None)
 
 
@@ -133,7 +156,7 @@ def _take_capsule(capsule: Any, source: Any) -> Array | DeviceTensor:
         )
     dtype = _dtype(tensor)
     if tensor.device_type == CUDA:
-        return DeviceTensor(source if source is not None else _Once(capsule), (CUDA, tensor.device_id), dtype, shape)
+        return DeviceTensor(source, capsule, dtype, shape)
     if dtype == _BF16:
         tensor.code = _UINT
     array: Array = np.from_dlpack(_Once(capsule, (tensor.device_type, tensor.device_id)))
@@ -143,7 +166,7 @@ def _take_capsule(capsule: Any, source: Any) -> Array | DeviceTensor:
 class _Once:
     """A capsule where an object that makes one is wanted."""
 
-    def __init__(self, capsule: Any, device: tuple[int, int] = (CPU, 0)) -> None:
+    def __init__(self, capsule: Any, device: tuple[int, int]) -> None:
         self.taken = capsule
         self.device = device
 

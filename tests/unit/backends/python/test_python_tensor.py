@@ -1,4 +1,7 @@
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
@@ -161,11 +164,48 @@ def test_a_tensor_on_a_gpu_stays_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dlpack, "_copy_from_gpu", copy)
     assert host_array(tensor).tolist() == host_array(again).tolist() == [[0, 1, 2], [3, 4, 5]]
     assert copies == [3, 3]
-    # All of it on the legacy default stream; whoever works on another one is made to wait for what wrote the tensor.
-    assert set(source.streams) == {1}
+    # The copy needs no other capsule. All on the legacy default stream; whoever works on another one is made to wait for
+    # what wrote the tensor.
+    assert source.streams == [1, 1]
     for stream in None, 7:
         tensor.__dlpack__(stream=stream)
-    assert source.streams[-2:] == [1, 7]
+    assert source.streams == [1, 1, 1, 7]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.bool_, ml_dtypes.bfloat16])
+def test_a_capsule_of_a_gpu_makes_others_of_the_same_memory(dtype: type) -> None:
+    values = np.arange(4).astype(dtype).reshape(2, 2)
+    tensor = Tensor.from_dlpack("X", OnGpu(values).__dlpack__(stream=1))
+    for _ in range(2):
+        capsule = tensor.to_dlpack()
+        inside = dlpack._inside(capsule)
+        assert (inside.device_type, inside.device_id, inside.data) == (2, 3, values.ctypes.data)
+        again = Tensor.from_dlpack("Y", tensor)
+        assert (again.shape(), again.triton_dtype()) == (tensor.shape(), tensor.triton_dtype())
+
+
+def test_pytorch_is_asked_on_the_gpu_of_the_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As its tensors refuse to be exported elsewhere."""
+    current = [0]
+
+    class OnGpuOfTorch(OnGpu):
+        def __dlpack__(self, *, stream: int | None) -> object:
+            if current[-1] != 3:
+                raise BufferError("Can't export tensors on a different CUDA device index.")
+            return super().__dlpack__(stream=stream)
+
+    @contextmanager
+    def device(number: int) -> Iterator[None]:
+        current.append(number)
+        yield
+        current.pop()
+
+    torch = SimpleNamespace(Tensor=OnGpuOfTorch, cuda=SimpleNamespace(device=device))
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    tensor = Tensor.from_dlpack("X", OnGpuOfTorch(np.zeros(3, np.float32)))
+    tensor.to_dlpack()
+    tensor.__dlpack__(stream=7)
+    assert current == [0]
 
 
 @pytest.mark.parametrize("name", [None, 1])
