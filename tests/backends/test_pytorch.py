@@ -3,6 +3,8 @@
 import subprocess
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -897,8 +899,42 @@ def test_inputs_of_a_gpu_are_read_when_the_results_are_there(monkeypatch: pytest
     device = Device("m", InstanceContext("m_0_0", "KIND_GPU", 1))
     assert [array.tolist() for array in device.arrays([torch.arange(2)])] == [[0, 1]]
     assert device.arrays([]) == []
-    assert waits == ["cuda:1", "cuda:1"]
+    device.wait()
+    assert waits == ["cuda:1", "cuda:1", "cuda:1"]
     assert Device("m", InstanceContext("m_0_0", "KIND_CPU")).arrays([]) == []
+
+
+def test_exported_programs_are_moved_to_the_device_of_the_instance(tmp_path: Path) -> None:
+    class Elsewhere(torch.nn.Module):
+        def forward(self, x: Any) -> Any:
+            return {"y": x * 2, "made": torch.ones(3, device="meta")}
+
+    model = exported(tmp_path, Elsewhere(), (torch.zeros(2, 3),), config({"x": "FP32 2 3"}, {"made": "FP32 3"}))
+    assert run(model, x=X) == {"made": [1, 1, 1]}
+
+
+def test_a_probing_run_is_the_devices_from_its_inputs_to_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+
+    @contextmanager
+    def entered(device: Device) -> Iterator[None]:
+        events.append("enter")
+        yield
+        events.append("leave")
+
+    def tensor(device: Device, array: Any) -> Any:
+        events.append("input")
+        return torch.from_numpy(array)
+
+    monkeypatch.setattr(Device, "entered", entered)
+    monkeypatch.setattr(Device, "tensor", tensor)
+    monkeypatch.setattr(Device, "wait", lambda device: events.append("wait"))
+    completed(script(tmp_path, IDENTITY, config({"x": "FP32 3"}, [], 4)))
+    loading, probing = events[:2], events[2:]
+    assert loading == ["enter", "leave"]
+    assert probing == ["enter", "input", "wait", "leave"]
 
 
 def test_the_model_decides(tmp_path: Path) -> None:

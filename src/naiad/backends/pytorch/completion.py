@@ -180,9 +180,12 @@ def _probe(
                 arrays[tensor.name] = np.full(shape, b"", np.object_)
             else:
                 arrays[tensor.name] = np.zeros(shape, tensor.datatype.numpy)
-        args, kwargs = binding.call(arrays)
         with device.entered(), settings.running(chosen):
-            return program.call(*args, **kwargs)
+            args, kwargs = binding.call(arrays)
+            made = program.call(*args, **kwargs)
+            # What goes wrong on a GPU is known only when it is done.
+            device.wait()
+            return made
 
     problem: Exception | None = None
     first: Any = None

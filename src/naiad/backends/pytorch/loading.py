@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.export.passes import move_to_device_pass
 from torch.utils import _pytree as pytree
 
 from naiad.backends.api import ModelContext
@@ -124,10 +125,10 @@ def _script(model: ModelContext, path: Path, device: Device, names: Sequence[str
 
 def _exported(model: ModelContext, path: Path, device: Device) -> Program:
     program = torch.export.load(path)
-    if device.device is not None and device.is_cuda:
-        from torch.export.passes import move_to_device_pass
-
+    if device.device is not None:
+        # Loading has put the weights where they were when they were saved.
         program = move_to_device_pass(program, device.device)
+        device.clean_cache()
     signature = program.graph_signature
     values = {node.name: node.meta.get("val") for node in program.graph.nodes}
     inputs = tuple(_declared(values.get(name)) for name in signature.user_inputs)

@@ -65,6 +65,11 @@ class Device:
         context: AbstractContextManager[Any] = torch.cuda.stream(self._stream)
         return context
 
+    def wait(self) -> None:
+        """Until all is done that the instance has asked its GPU for. Raises RuntimeError for what failed there."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
     def tensor(self, array: Array) -> torch.Tensor:
         """A view of `array` on a CPU, a copy on a GPU."""
         if not (array.flags.writeable and array.flags.aligned):
@@ -89,9 +94,8 @@ class Device:
         return [_array(tensor) for tensor in here]
 
     def clean_cache(self) -> None:
-        """Gives memory that PyTorch keeps for later back to the GPU."""
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        """Gives memory that PyTorch keeps for later back to the GPUs, if it has used any."""
+        torch.cuda.empty_cache()
 
 
 def _array(tensor: torch.Tensor) -> Array:
