@@ -1,10 +1,11 @@
 /* The few functions of the CUDA runtime and driver that a server and its hosts call, on files in place of a GPU's memory:
    the handle of a file is its path. The same file is both libraries. Of two GPUs the second has a context, in which all
-   calls end with what `meet` was told. A copy waits as long as there is a file of its memory's name and ".hold"; while it
+   calls end with what `meet` was told. A copy to a GPU is there when it is waited for. A copy waits as long as there is a file of its memory's name and ".hold"; while it
    does there is one of that name and ".held". */
 #include <fcntl.h>
 #include <stddef.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -60,15 +61,48 @@ int cudaIpcCloseMemHandle(void *address) {
     return 1;
 }
 
+static struct {
+    void *target, *bytes;
+    size_t size;
+} staged[64];
+static int stages;
+
+int cudaStreamSynchronize(void *stream) {
+    if (stream) return 400;
+    for (int i = 0; i < stages; i++) {
+        memcpy(staged[i].target, staged[i].bytes, staged[i].size);
+        free(staged[i].bytes);
+    }
+    stages = 0;
+    return 0;
+}
+
 int cudaMemcpy(void *target, const void *source, size_t size, int kind) {
+    if (kind == 1 && stages == 64) return 2;
+    if (kind == 2) cudaStreamSynchronize(NULL);
     const char *device = kind == 1 ? target : source;
     for (int i = 0; i < 64; i++)
         if (opened[i].address && device >= opened[i].address && device + size <= opened[i].address + opened[i].size) {
             wait_for(opened[i].path);
-            memcpy(target, source, size);
+            if (kind == 1) {
+                staged[stages].target = target;
+                staged[stages].bytes = memcpy(malloc(size), source, size);
+                staged[stages++].size = size;
+            } else
+                memcpy(target, source, size);
             return 0;
         }
     return 700;
+}
+
+int cudaRuntimeGetVersion(int *version) {
+    *version = 12080;
+    return 0;
+}
+
+int cudaDriverGetVersion(int *version) {
+    *version = 12040;
+    return 0;
 }
 
 const char *cudaGetErrorString(int code) {

@@ -87,9 +87,19 @@ class CudaRuntime:
         library.cudaIpcOpenMemHandle.argtypes = (ctypes.POINTER(ctypes.c_void_p), _IpcHandle, ctypes.c_uint)
         library.cudaIpcCloseMemHandle.argtypes = (ctypes.c_void_p,)
         library.cudaMemcpy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+        library.cudaStreamSynchronize.argtypes = (ctypes.c_void_p,)
         library.cudaSetDevice.argtypes = (ctypes.c_int,)
+        for version in library.cudaRuntimeGetVersion, library.cudaDriverGetVersion:
+            version.argtypes = (ctypes.POINTER(ctypes.c_int),)
         library.cudaGetErrorString.argtypes = (ctypes.c_int,)
         library.cudaGetErrorString.restype = ctypes.c_char_p
+
+    def majors(self) -> tuple[int, int]:
+        """The major versions of CUDA of this library, and of the driver: 0 where there is none."""
+        own, driver = ctypes.c_int(), ctypes.c_int()
+        self._library.cudaRuntimeGetVersion(ctypes.byref(own))
+        self._library.cudaDriverGetVersion(ctypes.byref(driver))
+        return own.value // 1000, driver.value // 1000
 
     def open(self, device_id: int, raw_handle: bytes) -> int:
         """The device address of the memory a client exported. Raises OSError."""
@@ -111,8 +121,11 @@ class CudaRuntime:
         self._check(self._library.cudaMemcpy(ctypes.addressof(host), address, byte_size, self._DEVICE_TO_HOST))
 
     def write(self, device_id: int, address: int, data: bytes) -> None:
+        """Returns when the bytes are there, for whoever reads them. Raises OSError."""
         self._check(self._library.cudaSetDevice(device_id))
         self._check(self._library.cudaMemcpy(address, data, len(data), self._HOST_TO_DEVICE))
+        # Of memory that is not pinned CUDA has only taken a copy by now.
+        self._check(self._library.cudaStreamSynchronize(None))
 
     def allocated(self, address: int) -> int:
         """The size of the allocation at `address`, which only the driver says. Raises OSError."""
@@ -135,16 +148,22 @@ def cuda_driver() -> Any:
 
 @lru_cache(maxsize=1)
 def cuda_runtime() -> CudaRuntime | None:
-    """The CUDA runtime of this machine, or None."""
+    """The CUDA runtime of this machine, or None, which is logged: who registers memory is only refused."""
     names = [f"libcudart.so{suffix}" for suffix in ("", ".13", ".12", ".11.0")]
     # Frameworks from PyPI bring the runtime along in the package `nvidia`, outside of the loader's path.
     packages = Path(sysconfig.get_path("purelib"))
     names += [str(path) for path in sorted(packages.glob("nvidia/*/lib/libcudart.so.*"))]
+    reason = "no libcudart is in LD_LIBRARY_PATH or came with a package (pip install nvidia-cuda-runtime-cu12)"
     for name in names:
         try:
-            return CudaRuntime(ctypes.CDLL(name))
+            runtime = CudaRuntime(ctypes.CDLL(name))
         except (OSError, AttributeError):
             continue
+        own, driver = runtime.majors()
+        if own <= driver:
+            return runtime
+        reason = f"{name} is of CUDA {own}, and " + (f"the driver knows {driver}" if driver else "there is no driver")
+    _LOGGER.warning("clients cannot register memory of GPUs: %s", reason)
     return None
 
 

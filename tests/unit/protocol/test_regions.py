@@ -4,6 +4,7 @@ import asyncio
 import ctypes
 import gc
 import os
+import re
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -806,17 +807,24 @@ class FakeFunction:
 class FakeLibrary:
     """libcudart with host memory for device memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, own: int = 12080, driver: int = 12040) -> None:
         self.memory = ctypes.create_string_buffer(b"device memory", 64)
         self.cudaSetDevice = FakeFunction(0)
         self.cudaIpcOpenMemHandle = FakeFunction(self.open)
         self.cudaIpcCloseMemHandle = FakeFunction(0)
         self.cudaMemcpy = FakeFunction(self.copy)
+        self.cudaStreamSynchronize = FakeFunction(0)
+        self.cudaRuntimeGetVersion = FakeFunction(lambda version: self.set(version, own))
+        self.cudaDriverGetVersion = FakeFunction(lambda version: self.set(version, driver))
         self.cudaGetErrorString = FakeFunction(b"out of memory")
         self.cuMemGetAddressRange_v2 = FakeFunction(self.range)
 
     def open(self, pointer: object, handle: object, flags: int) -> int:
         pointer._obj.value = ctypes.addressof(self.memory)  # type: ignore[attr-defined]
+        return 0
+
+    def set(self, version: object, value: int) -> int:
+        version._obj.value = value  # type: ignore[attr-defined]
         return 0
 
     def range(self, base: object, size: object, address: int) -> int:
@@ -839,13 +847,58 @@ def test_the_cuda_runtime_is_called_as_its_interface_says(monkeypatch: pytest.Mo
     data = bytearray(6)
     runtime.read(3, address, memoryview(data))
     assert data == b"device"
+    assert not library.cudaStreamSynchronize.calls
     assert runtime.allocated(address) == 64
     with pytest.raises(OSError, match="no allocation"):
         runtime.allocated(address + 1)
     runtime.write(3, address + 7, b"MEMORY")
     assert library.memory.value == b"device MEMORY"
+    assert library.cudaStreamSynchronize.calls == [(None,)]  # the default stream, in which cudaMemcpy works
     assert [call[3] for call in library.cudaMemcpy.calls] == [2, 1]  # device to host, host to device
     with pytest.raises(OSError, match="out of memory"):
         runtime.read(3, address, memoryview(bytearray(50)))
     runtime.close(3, address)
     assert library.cudaIpcCloseMemHandle.calls == [(address,)]
+
+
+@pytest.mark.parametrize(
+    ("libraries", "taken", "warning"),
+    [
+        ({"libcudart.so": FakeLibrary(13000, 13010), "libcudart.so.12": FakeLibrary()}, "libcudart.so", ""),
+        # Within a major version each driver takes each runtime.
+        ({"libcudart.so.13": FakeLibrary(13000, 12040), "libcudart.so.12": FakeLibrary()}, "libcudart.so.12", ""),
+        (
+            {"libcudart.so.13": FakeLibrary(13000, 12040)},
+            None,
+            "libcudart.so.13 is of CUDA 13, and the driver knows 12",
+        ),
+        ({"libcudart.so.12": FakeLibrary(12080, 0)}, None, "libcudart.so.12 is of CUDA 12, and there is no driver"),
+        (
+            {},
+            None,
+            r"no libcudart is in LD_LIBRARY_PATH or came with a package \(pip install nvidia-cuda-runtime-cu12\)",
+        ),
+    ],
+)
+def test_which_cuda_runtime_is_taken(
+    libraries: dict[str, FakeLibrary],
+    taken: str | None,
+    warning: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def load(name: str) -> FakeLibrary:
+        if name in libraries:
+            return libraries[name]
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(cuda_memory.ctypes, "CDLL", load)
+    cuda_memory.cuda_runtime.cache_clear()
+    try:
+        runtimes = [cuda_memory.cuda_runtime() for _ in range(2)]
+    finally:
+        cuda_memory.cuda_runtime.cache_clear()
+    assert {runtime and runtime._library for runtime in runtimes} == {taken and libraries[taken]}
+    expected = [f"clients cannot register memory of GPUs: {warning}"] if warning else []
+    assert len(caplog.messages) == len(expected)
+    assert all(map(re.fullmatch, expected, caplog.messages))
