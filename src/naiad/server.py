@@ -388,7 +388,7 @@ class Server:
                 gpu_uuid = self._gpus[gpu] if gpu is not None else ""
                 yield ModelSeries(model.statistics, config.metric_tags, config.response_cache, gpu_uuid)
 
-        system = SystemMetrics(cpu=options.allow_cpu_metrics, gpu=options.allow_gpu_metrics)
+        system = SystemMetrics(cpu=options.allow_cpu_metrics, gpus=self._gpus if options.allow_gpu_metrics else ())
         metrics = Metrics(series, settings, system=system, interval_s=options.metrics_interval_ms / 1000)
         if isinstance(store, LocalStore):
             metrics.add_source(lambda: families(store))

@@ -1,5 +1,7 @@
 """Servers to ask, and names for models that no other test uses."""
 
+import shutil
+import subprocess
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +22,19 @@ def explicit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with Server(repository, flags=("--model-control-mode=explicit",)) as server:
         server.repository = repository  # type: ignore[attr-defined]
         yield server.started()
+
+
+@pytest.fixture(scope="session")
+def cuda_libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the libraries of fake_cuda.c."""
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("there is no C compiler")
+    folder = tmp_path_factory.mktemp("cuda")
+    source = Path(__file__).with_name("fake_cuda.c")
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", folder / "libcudart.so", source], check=True)
+    (folder / "libcuda.so.1").symlink_to("libcudart.so")
+    return folder
 
 
 @pytest.fixture(params=["http", "grpc"])

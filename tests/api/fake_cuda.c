@@ -124,8 +124,34 @@ void meet(int code) {
     met = code;
 }
 
+/* FAKE_CUDA_GPUS has two hexadecimal digits for each GPU, of which its UUID is made; FAKE_CUDA_PART those of the part of
+   the first GPU that is all this process has. Without either the server has no GPU, and models two. */
+static const char *gpus(void) {
+    return getenv("FAKE_CUDA_GPUS");
+}
+
+int cuInit(unsigned flags) {
+    return flags ? 1 : !gpus() ? 3 : *gpus() ? 0 : 100;
+}
+
+static int repeat(unsigned char *uuid, const char *digits) {
+    unsigned byte;
+    sscanf(digits, "%2x", &byte);
+    memset(uuid, byte, 16);
+    return 0;
+}
+
+int cuDeviceGetUuid(unsigned char *uuid, int device) {
+    return repeat(uuid, gpus() + 2 * device);
+}
+
+int cuDeviceGetUuid_v2(unsigned char *uuid, int device) {
+    const char *part = getenv("FAKE_CUDA_PART");
+    return part ? repeat(uuid, part) : cuDeviceGetUuid(uuid, device);
+}
+
 int cuDeviceGetCount(int *count) {
-    *count = 2;
+    *count = gpus() ? (int)strlen(gpus()) / 2 : 2;
     return 0;
 }
 

@@ -2,9 +2,7 @@
 none: their GPU is files."""
 
 import base64
-import shutil
 import signal
-import subprocess
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import wait
@@ -16,25 +14,14 @@ import pytest
 from served import Repository, Server, until
 from tritonclient.utils import InferenceServerException
 
-COMPILER = shutil.which("cc")
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no C compiler")
 SIZE = 1 << 20
-
-
-@pytest.fixture(scope="module")
-def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("cuda")
-    source = Path(__file__).with_name("fake_cuda.c")
-    subprocess.run([str(COMPILER), "-shared", "-fPIC", "-o", folder / "libcudart.so", source], check=True)
-    (folder / "libcuda.so.1").symlink_to("libcudart.so")
-    return folder
 
 
 @pytest.fixture(params=[1, 2], ids=["one process", "two front ends"])
 def server(
-    repository: Repository, libraries: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    repository: Repository, cuda_libraries: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> Iterator[Server]:
-    monkeypatch.setenv("LD_LIBRARY_PATH", str(libraries))
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(cuda_libraries))
     repository.echo("echo", config="max_batch_size: 8 dynamic_batching { }")
     repository.doer("doer")
     with Server(repository, flags=(f"--frontends={request.param}", "--exit-timeout-secs=2")) as server:

@@ -1,5 +1,7 @@
-"""A server on a machine of which NVML says that it has two GPUs: where models are placed, labels, limits."""
+"""A server on a machine of which CUDA and NVML say that it has two GPUs, each in an order of its own: where models are
+placed, labels, limits."""
 
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,22 +21,27 @@ def unsupported(handle):
 nvmlInit = nvmlShutdown = lambda: None
 nvmlDeviceGetCount = lambda: 2
 nvmlDeviceGetHandleByIndex = lambda index: index
-nvmlDeviceGetHandleByUUID = lambda uuid: int(uuid[-1])
-nvmlDeviceGetUUID = lambda handle: f"GPU-{handle}"
-nvmlDeviceGetMemoryInfo = lambda handle: SimpleNamespace(total=100, used=50)
+UUIDS = "GPU-0a0a0a0a-0a0a-0a0a-0a0a-0a0a0a0a0a0a", "GPU-0b0b0b0b-0b0b-0b0b-0b0b-0b0b0b0b0b0b"
+nvmlDeviceGetHandleByUUID = UUIDS.index
+nvmlDeviceGetUUID = UUIDS.__getitem__
+nvmlDeviceGetMemoryInfo = lambda handle: SimpleNamespace(total=100, used=(50, 20)[handle])
 nvmlDeviceGetUtilizationRates = nvmlDeviceGetPowerUsage = unsupported
 nvmlDeviceGetPowerManagementLimit = nvmlDeviceGetTotalEnergyConsumption = unsupported
 """
+FIRST, SECOND = "GPU-0b0b0b0b-0b0b-0b0b-0b0b-0b0b0b0b0b0b", "GPU-0a0a0a0a-0a0a-0a0a-0a0a-0a0a0a0a0a0a"
 #: What a model's class remembers of where it is.
 PLACE = 'globals()["PLACE"] = args["model_instance_kind"] + args["model_instance_device_id"]'
 
 
 @pytest.fixture
-def server(repository: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+def server(
+    repository: Repository, tmp_path: Path, cuda_libraries: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Server]:
     (tmp_path / "modules").mkdir()
     (tmp_path / "modules" / "pynvml.py").write_text(NVML)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "modules"))
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "modules"), prepend=os.pathsep)
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(cuda_libraries))
+    monkeypatch.setenv("FAKE_CUDA_GPUS", "0b0a")
     repository.doer("anywhere", initialize=PLACE)
     for gpu in 0, 1:
         repository.doer(f"on{gpu}", initialize=PLACE, config=f"instance_group {{ kind: KIND_GPU gpus: {gpu} }}")
@@ -52,8 +59,8 @@ def test_models_on_gpus(server: Server) -> None:
         "required CUDA compute compatibility of 6.000000 are: 0, 1"
     ) in error_of(http.load, "on2")
     metrics = server.metrics()
-    assert re.search(r'^nv_inference_count\{gpu_uuid="GPU-0",model="on0",version="1"\} 1$', metrics, re.MULTILINE)
-    assert re.search(r'^nv_gpu_memory_used_bytes\{gpu_uuid="GPU-1"\} 50$', metrics, re.MULTILINE)
+    assert re.search(rf'^nv_inference_count\{{gpu_uuid="{FIRST}",model="on0",version="1"\}} 1$', metrics, re.MULTILINE)
+    assert re.search(rf'^nv_gpu_memory_used_bytes\{{gpu_uuid="{SECOND}"\}} 50$', metrics, re.MULTILINE)
 
 
 def test_a_gpu_that_is_too_full(server: Server) -> None:

@@ -4,13 +4,11 @@
 """
 
 import importlib
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from naiad.telemetry.exposition import Family, Sample
-from naiad.telemetry.gpus import visible
 
 #: Of all families, whether this machine has them or not.
 NAMES = (
@@ -27,12 +25,12 @@ NAMES = (
 
 
 class SystemMetrics:
-    """What is measured of the machine. What cannot be read is left out."""
+    """What is measured of the machine, and of its GPUs with these UUIDs. What cannot be read is left out."""
 
-    def __init__(self, *, cpu: bool = True, gpu: bool = True, proc: Path = Path("/proc")) -> None:
+    def __init__(self, *, cpu: bool = True, gpus: Sequence[str] = (), proc: Path = Path("/proc")) -> None:
         self._proc = proc
         self._cpu = cpu
-        self._gpus: _Gpus | None = _Gpus.open() if gpu else None
+        self._gpus: _Gpus | None = _Gpus.open(gpus) if gpus else None
         self._times = self._cpu_times() if cpu else None
         self._families: list[Family] = []
         self.sample()
@@ -95,24 +93,23 @@ def _gauge(name: str, help: str, value: float) -> Family:
 
 
 class _Gpus:
-    """The GPUs that NVML knows and CUDA_VISIBLE_DEVICES does not hide. `nvml` is the module pynvml."""
+    """Those of these GPUs that NVML knows. `nvml` is the module pynvml."""
 
-    def __init__(self, nvml: Any) -> None:
+    def __init__(self, nvml: Any, gpus: Sequence[str]) -> None:
         self._nvml = nvml
         handles: dict[str, Any] = {}
         for index in range(nvml.nvmlDeviceGetCount()):
             handle = nvml.nvmlDeviceGetHandleByIndex(index)
             uuid = nvml.nvmlDeviceGetUUID(handle)
             handles[uuid.decode() if isinstance(uuid, bytes) else uuid] = handle
-        seen = visible(list(handles), os.environ.get("CUDA_VISIBLE_DEVICES"))
-        if any(uuid not in handles for uuid in seen):
-            seen = list(handles)  # parts of GPUs, of which NVML does not tell here whose they are
+        # Of parts of GPUs NVML does not tell here whose they are.
+        seen = gpus if all(uuid in handles for uuid in gpus) else list(handles)
         self._devices: list[tuple[dict[str, str], Any]] = [({"gpu_uuid": uuid}, handles[uuid]) for uuid in seen]
         energy = nvml.nvmlDeviceGetTotalEnergyConsumption
         self._energy_at_start = [self._read(energy, handle) or 0 for _, handle in self._devices]
 
     @classmethod
-    def open(cls) -> "_Gpus | None":
+    def open(cls, gpus: Sequence[str]) -> "_Gpus | None":
         """None where there is no NVML, no driver or no GPU."""
         try:
             nvml = importlib.import_module("pynvml")
@@ -120,9 +117,9 @@ class _Gpus:
         except Exception:  # no module, no library, no driver: NVML has an exception class for each
             return None
         try:
-            gpus = cls(nvml)
-            if gpus._devices:
-                return gpus
+            opened = cls(nvml, gpus)
+            if opened._devices:
+                return opened
         except nvml.NVMLError:  # a GPU that does not answer: no metrics of any rather than wrong ones
             pass
         nvml.nvmlShutdown()

@@ -1,7 +1,11 @@
 """Which GPUs CUDA will see."""
 
+import os
+import shutil
+import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
 
@@ -28,15 +32,64 @@ A, B, C = UUIDS = ["GPU-aaaa-1", "GPU-aabb-2", "GPU-cccc-3"]
         ("GPU-cc", [C]),
         ("GPU-aa", []),
         ("GPU-aaaa-1,GPU-aabb-2", [A, B]),
-        ("MIG-x,MIG-y", ["MIG-x", "MIG-y"]),
+        ("MIG-x", ["MIG-x"]),
+        ("MIG-x,MIG-y", ["MIG-x"]),
+        ("1,MIG-x", [B]),
     ],
 )
 def test_visible(chosen, seen):
     assert visible(UUIDS, chosen) == seen
 
 
+def test_gpus_of_which_the_driver_does_not_know_the_uuids_yet():
+    unknown = "GPU-????????-????-????-????-????????????"
+    assert visible([unknown, unknown], "1,0") == [unknown, unknown]
+
+
+@pytest.fixture(scope="module")
+def libraries(tmp_path_factory):
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("there is no C compiler")
+    folder = tmp_path_factory.mktemp("cuda")
+    source = Path(__file__).parents[2] / "api" / "fake_cuda.c"
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", folder / "libcuda.so.1", source], check=True)
+    return folder
+
+
+GPU = "GPU-{0}{0}{0}{0}-{0}{0}-{0}{0}-{0}{0}-{0}{0}{0}{0}{0}{0}"
+MIG = GPU.replace("GPU", "MIG")
+
+
+@pytest.mark.parametrize(
+    ("environment", "seen", "warns"),
+    [
+        ({"FAKE_CUDA_GPUS": "b0a1"}, [GPU.format("b0"), GPU.format("a1")], False),
+        ({"FAKE_CUDA_GPUS": "b0", "FAKE_CUDA_PART": "c2"}, [MIG.format("c2")], False),
+        ({"FAKE_CUDA_GPUS": ""}, [], False),
+        # The driver's files are read then, where there is none.
+        ({}, [], True),
+    ],
+)
+def test_cuda_is_asked_itself(environment, seen, warns, libraries, tmp_path):
+    ask = (
+        "import sys, pathlib; sys.modules['pynvml'] = None; from naiad.telemetry.gpus import gpus; "
+        f"print(*gpus(root=pathlib.Path({str(tmp_path)!r})))"
+    )
+    given = {**os.environ, "LD_LIBRARY_PATH": str(libraries), "CUDA_VISIBLE_DEVICES": "0", **environment}
+    done = subprocess.run([sys.executable, "-c", ask], env=given, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == seen
+    warning = "CUDA does not say which GPUs there are, NVML or the driver's files do: error 3 of CUDA\n"
+    assert done.stderr == (warning if warns else "")
+
+
 @pytest.fixture
-def machine(tmp_path, monkeypatch):
+def no_cuda(monkeypatch):
+    monkeypatch.setattr("naiad.telemetry.gpus._from_cuda", lambda environment: None)
+
+
+@pytest.fixture
+def machine(no_cuda, tmp_path, monkeypatch):
     """A machine with two GPUs, of which this container has the second, and without NVML."""
     monkeypatch.setitem(sys.modules, "pynvml", None)
     for minor in (0, 1):
@@ -57,7 +110,7 @@ def test_the_driver_is_asked_where_there_is_no_nvml(machine):
     assert gpus({"CUDA_VISIBLE_DEVICES": "1,0"}, machine) == ("GPU-1", "GPU-0")
 
 
-def test_a_machine_without_gpus(tmp_path, monkeypatch):
+def test_a_machine_without_gpus(no_cuda, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert gpus({}, tmp_path) == ()
 

@@ -252,7 +252,7 @@ def write_proc(path, idle: int, busy: int, available_kib: int) -> None:
 
 def test_cpu_and_memory(tmp_path):
     write_proc(tmp_path, idle=100, busy=100, available_kib=400)
-    system = SystemMetrics(gpu=False, proc=tmp_path)
+    system = SystemMetrics(proc=tmp_path)
     write_proc(tmp_path, idle=130, busy=110, available_kib=300)
     system.sample()
     assert exposition(system.families()).decode().splitlines() == [
@@ -277,9 +277,9 @@ def test_utilization(before, now, expected):
 
 
 def test_what_cannot_be_read_is_left_out(tmp_path):
-    assert SystemMetrics(gpu=False, proc=tmp_path).families() == []
+    assert SystemMetrics(proc=tmp_path).families() == []
     write_proc(tmp_path, 1, 1, 1)
-    assert SystemMetrics(cpu=False, gpu=False, proc=tmp_path).families() == []
+    assert SystemMetrics(cpu=False, proc=tmp_path).families() == []
 
 
 class NvmlError(Exception):
@@ -343,9 +343,8 @@ def fake_nvml(monkeypatch, count: int = 1) -> types.ModuleType:
 
 
 def test_gpus(monkeypatch):
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     nvml = fake_nvml(monkeypatch, count=2)
-    system = SystemMetrics(cpu=False)
+    system = SystemMetrics(cpu=False, gpus=("GPU-0", "GPU-1"))
     nvml.energy = 7_500
     system.sample()
     samples = [line for line in exposition(system.families()).decode().splitlines() if "GPU-" in line]
@@ -365,22 +364,21 @@ def test_gpus(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("chosen", "shown"),
-    [("1", ["GPU-1"]), ("GPU-1,GPU-0", ["GPU-1", "GPU-0"]), ("MIG-x", ["GPU-0", "GPU-1"]), ("", [])],
+    ("seen", "shown"),
+    [(["GPU-1"], ["GPU-1"]), (["GPU-1", "GPU-0"], ["GPU-1", "GPU-0"]), (["MIG-x"], ["GPU-0", "GPU-1"]), ([], [])],
 )
-def test_gpus_that_cuda_does_not_see_are_not_shown(chosen, shown, monkeypatch):
+def test_gpus_that_cuda_does_not_see_are_not_shown(seen, shown, monkeypatch):
     fake_nvml(monkeypatch, count=2)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
-    families = SystemMetrics(cpu=False).families()
+    families = SystemMetrics(cpu=False, gpus=seen).families()
     assert [sample.labels["gpu_uuid"] for sample in families[0].samples] == shown if shown else not families
 
 
 def test_no_gpus(monkeypatch):
     nvml = fake_nvml(monkeypatch, count=0)
-    assert SystemMetrics(cpu=False).families() == []
+    assert SystemMetrics(cpu=False, gpus=["GPU-0"]).families() == []
     assert nvml.closed == 1
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert SystemMetrics(cpu=False).families() == []
+    assert SystemMetrics(cpu=False, gpus=["GPU-0"]).families() == []
 
 
 class FakeSystem:
