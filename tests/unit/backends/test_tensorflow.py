@@ -24,7 +24,7 @@ from tensorflow.python.ops import control_flow_ops  # noqa: E402
 from tensorflow.python.saved_model import loader_impl  # noqa: E402
 
 from naiad.backends.tensorflow import TensorflowBackend, options  # noqa: E402
-from naiad.backends.tensorflow.graphs import _MOST_CALLS  # noqa: E402
+from naiad.backends.tensorflow.graphs import _MOST_CALLS, GraphSession  # noqa: E402
 
 v1 = tf.compat.v1
 CPU = InstanceContext("m_0_0", "KIND_CPU")
@@ -694,7 +694,7 @@ def test_settings_of_sessions(context: Context) -> None:
     assert not config({"allow-soft-placement": "false"}).allow_soft_placement
     assert config({}).gpu_options.allow_growth
     limited = config({"gpu-memory-fraction": "0.25"}).gpu_options
-    assert (limited.per_process_gpu_memory_fraction, limited.allow_growth) == (0.25, False)
+    assert (limited.per_process_gpu_memory_fraction, limited.allow_growth) == (0.25, True)
     assert config({}, CPU).device_count["GPU"] == 0
     assert "GPU" not in config({}).device_count
 
@@ -712,6 +712,34 @@ def test_soft_placement_moves_what_a_device_cannot_do(context: Context) -> None:
         TensorflowBackend(strict, as_in_graph)
     # An instance on the CPU takes the graph's devices away.
     assert answer(TensorflowBackend(strict, CPU)).tolist() == [[2, 4, 6, 8]]
+
+
+@pytest.mark.parametrize("file_format", [SAVED_MODEL, GRAPH_DEF])
+def test_what_a_graph_has_on_a_cpu_stays_there(
+    file_format: str, context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build() -> None:
+        x = v1.placeholder(tf.float32, [None, 4], "x")
+        with tf.device("/cpu:0"):
+            kept = tf.multiply(x, 1.0, name="kept")
+        with tf.device("/gpu:7"):
+            tf.multiply(kept, 2.0, name="y")
+
+    def save(path: Path) -> None:
+        with tf.Graph().as_default() as made, v1.Session() as session:
+            build()
+            tensors = [{name: made.get_tensor_by_name(f"{name}:0")} for name in "xy"]
+            signature = v1.saved_model.predict_signature_def(*tensors)
+            builder = v1.saved_model.Builder(str(path))
+            builder.add_meta_graph_and_variables(session, ["serve"], {"serving_default": signature})
+            builder.save()
+
+    monkeypatch.setattr(GraphSession, "_check_device", lambda *_: None)
+    made = context(file_format, save if file_format == SAVED_MODEL else graph(build), **BATCH)
+    backend = TensorflowBackend(made, GPU)
+    placed = {name: backend._session._session.graph.get_operation_by_name(name).device for name in ("kept", "y")}
+    assert placed == {"kept": "/device:CPU:0", "y": "/device:GPU:0"}
+    assert answer(backend).tolist() == [[2, 4, 6, 8]]
 
 
 @pytest.mark.skipif(bool(tf.config.list_physical_devices("GPU")), reason="there is a GPU")

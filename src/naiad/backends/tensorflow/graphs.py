@@ -194,9 +194,7 @@ def _tensor_info(tensor: Any) -> TensorInfo | None:
 def import_graph_def(graph_def: Any, device: str | None, clear_devices: bool) -> Any:
     """The graph, on `device` unless its nodes say otherwise. Raises Internal with TensorFlow's reason."""
     if clear_devices:
-        for node in graph_def.node:
-            if "cpu" not in node.device.lower():
-                node.device = ""
+        _clear_devices(graph_def)
     graph = tf.Graph()
     try:
         with graph.as_default(), graph.device(device):
@@ -204,6 +202,13 @@ def import_graph_def(graph_def: Any, device: str | None, clear_devices: bool) ->
     except (ValueError, tf.errors.OpError) as error:
         raise translated(error) from error
     return graph
+
+
+def _clear_devices(graph_def: Any) -> None:
+    """What was put on a CPU, tables too large for a GPU for one, stays there."""
+    for node in graph_def.node:
+        if "cpu" not in node.device.lower():
+            node.device = ""
 
 
 # --- sessions -----------------------------------------------------------------------------------------------------
@@ -247,7 +252,9 @@ class GraphSession:
     def _load_saved_model(
         self, model: ModelContext, loader: Any, graph: Any, tags: list[str], clear_devices: bool
     ) -> None:
-        saver, _ = loader.load_graph(graph, tags, clear_devices=clear_devices)
+        if clear_devices:
+            _clear_devices(loader.get_meta_graph_def_from_tags(tags).graph_def)
+        saver, _ = loader.load_graph(graph, tags)
         # Of a model that was frozen there may be what restores variables, and no file of them. TensorFlow's loader in
         # C++, which is Triton's, goes on; that in Python does not.
         if saver is None or (model.path / "variables" / "variables.index").is_file():

@@ -95,10 +95,9 @@ def session_config(model: ModelContext, instance: InstanceContext, options: Opti
         use_per_session_threads=options.use_per_session_threads,
         allow_soft_placement=options.allow_soft_placement,
     )
-    if options.gpu_memory_fraction:
-        config.gpu_options.per_process_gpu_memory_fraction = options.gpu_memory_fraction
-    else:
-        config.gpu_options.allow_growth = True
+    # Each model has a process: were the fraction taken at once, as by Triton's one process, a few would leave nothing.
+    config.gpu_options.allow_growth = True
+    config.gpu_options.per_process_gpu_memory_fraction = options.gpu_memory_fraction
     if instance.kind == "KIND_CPU":
         config.device_count["GPU"] = 0  # so that the process keeps no memory of a GPU
     optimization = model.config.get("optimization", {})
