@@ -9,8 +9,10 @@ those of Triton's ONNX Runtime backend, texts included. Arrays go in without a c
 arrays that come out. Its Python interface knows text only as str, so BYTES must be UTF-8 here.
 """
 
+import contextlib
 import ctypes
 import functools
+import importlib
 import os
 import re
 import sys
@@ -92,6 +94,7 @@ _TENSORRT_SWITCHES = {
     "trt_force_timing_cache",
     "trt_detailed_build_log",
     "trt_dump_ep_context_model",
+    "trt_engine_hw_compatible",
 }
 _CUDNN_SEARCHES = ("EXHAUSTIVE", "HEURISTIC", "DEFAULT")
 _ARENA_STRATEGIES = ("kNextPowerOfTwo", "kSameAsRequested")
@@ -296,13 +299,13 @@ def _open_session(model: ModelContext, instance: InstanceContext, options: Any) 
     if not path.is_file():
         raise Unavailable(f"unable to find '{path}' for model instance '{model.name}'")
     providers = _providers(model, instance)
+    # Before libraries of operators, which may need them.
+    _load_gpu_libraries(*(name for name, _ in providers))
     for library in model.config.get("model_operations", {}).get("op_library_filename", ()):
         try:
             options.register_custom_ops_library(_library_path(model, library))
         except Exception as error:
             raise _translated(error) from error
-    if any(name == "CUDAExecutionProvider" for name, _ in providers):
-        _load_cuda_libraries()
     try:
         # Without "fallback": a session that quietly computes elsewhere than asked is a puzzle, not a service.
         session = ort.InferenceSession(
@@ -325,10 +328,14 @@ def _open_session(model: ModelContext, instance: InstanceContext, options: Any) 
 
 
 @functools.cache
-def _load_cuda_libraries() -> None:
+def _load_gpu_libraries(*providers: str) -> None:
     """Once per process: those that come from PyPI, in packages that the loader does not know."""
-    if hasattr(ort, "preload_dlls"):
+    if "CUDAExecutionProvider" in providers and hasattr(ort, "preload_dlls"):
         ort.preload_dlls()
+    if "TensorrtExecutionProvider" in providers:
+        # It loads its libraries when it is imported.
+        with contextlib.suppress(ImportError, OSError):
+            importlib.import_module("tensorrt_libs")
 
 
 def _library_path(model: ModelContext, library: str) -> str:

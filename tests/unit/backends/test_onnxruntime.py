@@ -20,7 +20,7 @@ ort = pytest.importorskip("onnxruntime")
 from onnx import TensorProto, helper  # noqa: E402
 
 from naiad.backends import onnxruntime as module  # noqa: E402
-from naiad.backends.onnxruntime import OnnxRuntimeBackend, _load_cuda_libraries  # noqa: E402
+from naiad.backends.onnxruntime import OnnxRuntimeBackend, _load_gpu_libraries  # noqa: E402
 
 FLOAT, INT64, STRING, BOOL, BF16 = (
     TensorProto.FLOAT,
@@ -479,15 +479,24 @@ class TestProviderOptions:
     def test_gpu(self, asked: Any) -> None:
         assert asked("KIND_GPU") == [("CUDAExecutionProvider", {"device_id": "3"}), ("CPUExecutionProvider", {})]
 
-    def test_the_libraries_of_cuda_are_loaded_once(self, asked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_the_libraries_of_gpus_are_loaded_once_and_first(self, asked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         loaded: list[str] = []
         monkeypatch.setattr(ort, "preload_dlls", lambda: loaded.append("cuda"))
-        _load_cuda_libraries.cache_clear()
+        monkeypatch.setattr(module.importlib, "import_module", loaded.append)
+        operators = ort.SessionOptions
+        monkeypatch.setattr(operators, "register_custom_ops_library", lambda options, path: loaded.append(path))
+        own = {"op_library_filename": ["own.so"]}
+        tensorrt = {"execution_accelerators": {"gpu_execution_accelerator": [{"name": "tensorrt"}]}}
+        _load_gpu_libraries.cache_clear()
         asked("KIND_CPU")
         assert loaded == []
+        # Those of operators may need them.
+        asked("KIND_GPU", model_operations=own)
         asked("KIND_GPU")
-        asked("KIND_GPU")
-        assert loaded == ["cuda"]
+        assert loaded == ["cuda", "own.so"]
+        asked("KIND_GPU", optimization=tensorrt)
+        assert loaded[-1] == "tensorrt_libs"
+        _load_gpu_libraries.cache_clear()
 
     def test_completion_looks_at_the_model_where_it_will_run(self, asked: Any, context: Any) -> None:
         group = {"kind": "KIND_GPU", "gpus": [2, 1]}
