@@ -39,6 +39,12 @@ def lasting_error() -> str | None:
     return None if driver is None else CudaDriver(driver).lasting_error()
 
 
+def is_started() -> bool:
+    """Whether this process has started CUDA, which none that it forks could use then."""
+    driver, count = loaded_driver(), ctypes.c_int()
+    return driver is not None and driver.cuDeviceGetCount(ctypes.byref(count)) == 0 and count.value > 0
+
+
 def loaded_driver() -> Any | None:
     """The driver's library, if a framework has loaded it."""
     try:

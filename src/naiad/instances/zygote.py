@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from naiad.backends.api import RequestBackend
-from naiad.instances import host
+from naiad.instances import cuda_driver, host
 from naiad.instances.busy_poll import BusyPoll
 from naiad.instances.channel import BlockingChannel
 from naiad.instances.frames import Exited, Fork, Forked, Hello, Start, ToZygote, failure
@@ -102,6 +102,13 @@ class Zygote:
         except BaseException as error:
             self._channel.send(Hello("threads", False, False, 0, failure(error)))
             return False
+        if cuda_driver.is_started():
+            print(
+                f"naiad: importing the backend '{start.backend}' has started CUDA, which does not survive a fork: its models"
+                " will fail on GPUs. Its module, or one that it imports, should use CUDA only when a model is loaded",
+                file=sys.stderr,
+                flush=True,
+            )
         self._backend = backend
         saved = _restore_openblas_environment()
         self._openblas = _openblas_setters()

@@ -78,3 +78,12 @@ class Requests(RequestBackend):
             else:
                 request.send(result, True)
         return None
+
+
+class Early(Arrays):
+    """Starts CUDA where it is imported."""
+
+    @classmethod
+    def uses_gpus(cls):
+        meet("0")
+        return False

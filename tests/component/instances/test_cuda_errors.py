@@ -105,3 +105,10 @@ async def test_a_model_that_breaks_cuda_while_it_loads_takes_its_host_with_it(ma
         await until(lambda: neighbour.restarts)
         await available(instance)
         assert output(await say(instance, "")) != first
+
+
+@pytest.mark.parametrize(("backend", "started"), [("Early", True), ("Arrays", False)])
+async def test_a_backend_that_starts_cuda_where_it_is_imported_is_named(lab, backend, started, capfd):
+    await load(lab, backend)
+    told = "importing the backend 'test' has started CUDA, which does not survive a fork"
+    assert (told in capfd.readouterr().err) == started

@@ -113,6 +113,17 @@ def test_where_no_framework_has_loaded_cuda_there_is_no_error(monkeypatch: pytes
     assert lasting_error() is not None
 
 
+@pytest.mark.parametrize(
+    ("driver", "started"),
+    [(None, False), (FakeDriver([], count_error=3), False), (FakeDriver([None]), True), (FakeDriver([]), False)],
+)
+def test_whether_cuda_is_started(driver: FakeDriver | None, started: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if driver is not None:
+        driver.cuDeviceGetCount.argtypes = (ctypes.POINTER(ctypes.c_int),)
+    monkeypatch.setattr(cuda_driver, "loaded_driver", lambda: driver)
+    assert cuda_driver.is_started() == started
+
+
 def test_a_library_is_taken_only_if_it_is_loaded_already(monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[tuple[str, int]] = []
 
