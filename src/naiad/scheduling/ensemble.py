@@ -343,8 +343,11 @@ class _Run:
 
     def abort(self, error: NaiadError | None) -> None:
         """Ends the call before its time: with a step's error, or because the client has left."""
-        if self._held is not None:
-            self._deliver(self._held, False)
+        held, self._held = self._held, None
+        if held is not None and error is not None:
+            self._deliver(held, False)
+            if self._ended:
+                return  # whoever got it has left
         self._ended = True
         steps, self._running = self._running, {}
         if gates := self._scheduler.gates:
@@ -412,6 +415,8 @@ class _Run:
                                 return
                 if answers:
                     self._answer(place)
+                    if self._ended:
+                        return
         finally:
             self._starting -= 1
 
@@ -501,8 +506,11 @@ class _Run:
         if not scheduler.decoupled:
             self._end(response)
             return
-        if self._held is not None:
-            self._deliver(self._held, False)
+        held, self._held = self._held, None
+        if held is not None:
+            self._deliver(held, False)
+            if self._ended:
+                return  # whoever got it has left
         self._held = response
 
     def _settle(self) -> None:

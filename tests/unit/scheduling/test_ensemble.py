@@ -330,6 +330,35 @@ async def test_each_response_of_a_decoupled_step_is_one_whatever_it_leaves_out()
     assert bench.sink.results[-1] == (None, True)
 
 
+async def test_a_client_may_leave_between_responses_that_come_at_once() -> None:
+    flow = ensemble(
+        "I",
+        "OP",
+        step("split", {"X": "I"}, {"Y": "O", "Z": "m"}),
+        step("neg", {"X": "I"}, {"Y": "P"}),
+        more="model_transaction_policy { decoupled: true }",
+    )
+    bench = Bench(flow, SPLIT, NEG)
+    call = bench.submit(I=1)
+    send = bench.sink.send
+
+    def leave(result: Result | None, final: bool) -> None:
+        send(result, final)
+        call.cancel()
+
+    bench.sink.send = leave  # type: ignore[method-assign]
+    split, neg = bench.calls
+    for value in range(3):
+        split.answer(final=False, Y=value, Z=value)
+    neg.answer(Y=9)
+    (response, _), (error, final) = bench.sink.results
+    assert isinstance(response, InferResponse)
+    assert isinstance(error, Cancelled)
+    assert final
+    assert split.cancelled
+    assert bench.lease.released == 1
+
+
 async def test_an_error_comes_behind_the_responses_before_it() -> None:
     flow = ensemble(
         "I",
